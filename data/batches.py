@@ -4,7 +4,6 @@ Masks are made here, from lengths, never from ids.
 """
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -29,10 +28,8 @@ def sft_batch(items: Sequence[Demonstration], pad_id: int) -> WeightedSequences:
     return WeightedSequences(*rows.tensors(), weight=torch.tensor([item.weight for item in items]))
 
 
-def pair_batch(
-    items: Sequence[Preference], pad_id: int, weights: np.ndarray | None = None, attributes: Sequence[str] = ()
-) -> Pairs:
-    """Right-padded pairs; the loss masks cover the responses. weights: [B]; attributes: those whose ratings it gets
+def pair_batch(items: Sequence[Preference], pad_id: int, weights: np.ndarray | None = None) -> Pairs:
+    """Right-padded pairs; the loss masks cover the responses. weights: [B]
 
     Each side is padded to its own longest row. `margin` is None if no item has one; otherwise a missing margin is 0.
     """
@@ -45,14 +42,7 @@ def pair_batch(
         ),
         margin=torch.tensor([margin or 0.0 for margin in margins]) if has_margin else None,
         weight=None if weights is None else torch.tensor(weights, dtype=torch.float32),
-        ratings=torch.tensor([_ratings(item, attributes) for item in items]) if attributes else None,
     )
-
-
-def _ratings(item: Preference, attributes: Sequence[str]) -> list[list[float]]:
-    """The ratings of both sides, [2, K]; NaN where there is none."""
-    of = {name: (chosen, rejected) for name, chosen, rejected in item.ratings}
-    return [[of[name][side] if name in of else math.nan for name in attributes] for side in (0, 1)]
 
 
 def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:

@@ -182,9 +182,7 @@ class Pairs(TensorRecord):
     margin: Tensor | None = None
     """[B] float, how much better the chosen side is, if the data has it"""
     weight: Tensor | None = None
-    """[B] float, 1 / number of pairs of the same ranked list; None = 1"""
-    ratings: Tensor | None = None
-    """[B, 2, K] float, ratings of the chosen and the rejected side by K attributes; NaN where there is none"""
+    """[B] float, weight of the row / number of pairs of the same ranked list; None = 1"""
 
     @property
     def lengths(self) -> Tensor:

@@ -38,18 +38,7 @@ def test_pair_batch_by_hand() -> None:
     assert pairs.margin is not None
     assert pairs.margin.tolist() == [0.0, 0.5]
     plain = pair_batch([Preference((1, 4, 2), (1, 5, 2), 1)], PAD)
-    assert plain.margin is None and plain.ratings is None
-
-
-def test_ratings_of_a_pair_batch_by_hand() -> None:
-    sides = (1, 4, 2), (1, 5, 2), 1
-    rated = [
-        Preference(*sides, ratings=(("b", 3.0, 1.0), ("a", 2.0, 0.0))),
-        Preference(*sides, ratings=(("b", 4.0, 5.0),)),
-    ]
-    ratings = pair_batch(rated, PAD, attributes=("a", "b")).ratings
-    assert ratings is not None
-    assert ratings.nan_to_num(-1).tolist() == [[[2, 3], [0, 1]], [[-1, 4], [-1, 5]]]
+    assert plain.margin is None
 
 
 def test_prompt_batch_by_hand() -> None:
