@@ -77,11 +77,14 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
 
 
 def test_links_lead_to_files_that_there_are() -> None:
-    """Also in README, which is no page of the site."""
+    """Also in README, which is no page of the site. A module that a page links to is in the reference, as mkdocs asks."""
+    reference = pages.reference_pages()
     for page in (ROOT / "README.md", *(ROOT / path for path in pages.OTHER_PAGES), *(ROOT / "docs").rglob("*.md")):
         for target, anchor in re.findall(r"\]\(((?!\w+:)[^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name}: {target}"
+            if file.suffix == ".py" and page != ROOT / "README.md":
+                assert pages.page_of(str(file.resolve().relative_to(ROOT))) in reference, f"{page.name}: {target}"
             if anchor:
                 heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
                 slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
