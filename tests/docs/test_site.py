@@ -77,7 +77,7 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
 
 
 def test_links_lead_to_files_that_there_are() -> None:
-    """Also in README, which is no page of the site. A module that a page links to is in the reference, as mkdocs asks."""
+    """Also in README, which is no page of the site. What a page links to is in the site, as mkdocs asks."""
     reference = pages.reference_pages()
     for page in (ROOT / "README.md", *(ROOT / path for path in pages.OTHER_PAGES), *(ROOT / "docs").rglob("*.md")):
         for target, anchor in re.findall(r"\]\(((?!\w+:)[^)#\s]*)(?:#([^)\s]*))?\)", page.read_text(encoding="utf-8")):
