@@ -131,7 +131,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
+        self._last = 0.0
+
+    def start(self) -> None:
+        """Begin an iteration."""
+        self.seconds, self._last = {}, time.monotonic()
 
     def lap(self, name: str) -> None:
         """Record the time of the phase `name`, which has just ended."""

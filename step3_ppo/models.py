@@ -1,8 +1,7 @@
 """The models of step 3 and the algorithm: loading, engines, and their state in a checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,17 +13,16 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine
-from rlhf.generation import Backend
 from rlhf.models.cpu import compiling
 from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
-from step3_ppo.algorithms import Algorithm
 from step3_ppo.config import POLICY, SHARED, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLOptions
+from step3_ppo.learner import Learner
 from step3_ppo.plan import reward_model_paths
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer
@@ -33,34 +31,7 @@ from step3_ppo.schedule import iterations
 from step3_ppo.trunk import open_roles
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The trained models (critic None: the algorithm has none; it may be the actor's engine), the scorer with the
-    frozen models, and the algorithm."""
-
-    actor: Engine
-    critic: Engine | None
-    scorer: Scorer
-    algorithm: Algorithm
-    kl: KLController
-    backend: Backend
-    scaling: ScoreScaling
-    ptx: Ptx | None
-    ema: EMA | None
-    context: rewards.Context
-    """with which score sources are opened"""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State beside the weights: the KL coefficient and the statistics of the scores."""
-        return self.kl.state_dict() | {"scores": self.scaling.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from there."""
-        self.kl.load_state_dict(state)
-        self.scaling.load_state_dict(state["scores"])
-
-
-def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]] = ()) -> Models:
+def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]] = ()) -> Learner:
     """Load every model and build the engines. rows: training rows, as of `adapters.wrap`"""
     if config.torch_compile and config.rescore:
         compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
@@ -95,7 +66,8 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         console.say(describe_ptx(config, ptx_rows))
-    return Models(
+    return Learner(
+        config,
         actor,
         critic,
         scorer,

@@ -1,6 +1,6 @@
-"""The schedule of step 3: which iterations are left, and the prompts of each."""
+"""The schedule of step 3: which iterations are left, and what each of them is given."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -9,7 +9,10 @@ from data.build.encode import Prompt
 from data.dataset import PromptDataset
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import Tolerance
+from rlhf.types import ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.config import IterationOptions, Step3Config
+from step3_ppo.kl import KLController
 
 
 def iterations(options: IterationOptions) -> int:
@@ -25,26 +28,42 @@ def computed_tokens(config: Step3Config, prompts: PromptDataset[Prompt]) -> floa
 
 
 class Schedule:
-    """The iterations that are left, each with the prompts of this rank; and how many in a row were skipped."""
+    """The iterations that are left, with the prompts of this rank; and how many in a row were skipped."""
 
-    def __init__(self, prompts: int, options: IterationOptions, seed: int) -> None:
-        """prompts: their number in the data. seed: of their order."""
-        self._total, self._copies = iterations(options), options.num_generations
-        size = options.batch_size // options.num_generations
-        self._batches = Batches(prompts, size, seed, (collectives.data_rank(), collectives.data_world_size()))
+    def __init__(self, prompts: int, config: Step3Config, kl: KLController) -> None:
+        """prompts: their number in the data; kl: whose coefficient an iteration gets when it begins"""
+        self._config, self._kl = config, kl
+        size = config.batch_size // config.num_generations
+        ranks = (collectives.data_rank(), collectives.data_world_size())
+        self._batches = Batches(prompts, size, config.seed, ranks)
         self.done = 0
-        self.tolerance = Tolerance(options.max_bad_steps)
+        self._tolerance = Tolerance(config.max_bad_steps)
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """Each iteration's number, from 0, and the indices of its prompts, each `num_generations` times in a row."""
-        for indices in islice(self._batches.until_epoch(self._total), max(0, self._total - self.done)):
-            self.done += 1
-            yield self.done - 1, [i for i in indices for _ in range(self._copies)]
+    def __iter__(self) -> Iterator[Iteration]:
+        total, copies = iterations(self._config), self._config.num_generations
+        for indices in islice(self._batches.until_epoch(total), max(0, total - self.done)):
+            number, self.done = self.done, self.done + 1
+            pretrains_critic = number < self._config.critic_warmup_iterations
+            repeated = [i for i in indices for _ in range(copies)]
+            yield Iteration(number, repeated, self._kl.coef, pretrains_critic)
+
+    def skips(self, iteration: Iteration, rollout: ScoredRollout, problems: Mapping[str, Sequence[int]]) -> bool:
+        """Whether some rank has a number that is not finite, so that no rank may learn from this rollout.
+
+        problems: those of this rank, with the rows [b] that have them
+        Raises: NonFiniteError after `max_bad_steps` such iterations in a row.
+        """
+        if not any(collectives.gather_objects(bool(problems))):
+            self._tolerance.reset()
+            return False
+        rows = sorted({iteration.indices[row] for rows in problems.values() for row in rows})
+        self._tolerance.skip(f"iteration {iteration.number + 1}", list(problems), rows, rollout)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """The iterations done, and the position in the prompts."""
-        return {"done": self.done, "prompts": self._batches.state_dict(), "bad_in_a_row": self.tolerance.in_a_row}
+        return {"done": self.done, "prompts": self._batches.state_dict(), "bad_in_a_row": self._tolerance.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done, self.tolerance.in_a_row = state["done"], state["bad_in_a_row"]
+        self.done, self._tolerance.in_a_row = state["done"], state["bad_in_a_row"]
         self._batches.load_state_dict(state["prompts"])

@@ -14,14 +14,14 @@ from rlhf.maths import losses, ops
 from rlhf.models.policy import ActorCritic, Learns
 from rlhf.models.scalar import state_values
 from rlhf.types import Metrics, Sequences, length_groups
-from step3_ppo.algorithms import Algorithm
+from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import UpdateOptions
 from step3_ppo.global_rollout import CreditedRollout, deal
 from step3_ppo.ptx import Ptx
 
 
 @dataclass(frozen=True, slots=True)
-class Learners:
+class Trained:
     """What an iteration trains.
 
     No actor: the critic warms up alone. No critic: the algorithm has none. If both are one engine, each of its steps
@@ -32,6 +32,7 @@ class Learners:
     actor: Engine | None
     critic: Engine | None
     algorithm: Algorithm
+    iteration: Iteration
     ptx: Ptx | None = None
     ema: EMA | None = None
 
@@ -40,7 +41,7 @@ class Learners:
 class StepLosses:
     """The losses of one optimizer step; each method gives the share of a micro-batch."""
 
-    learners: Learners
+    trained: Trained
     config: UpdateOptions
     count: Tensor
     """[] response tokens of the step, over all ranks, on the CPU"""
@@ -48,45 +49,45 @@ class StepLosses:
     def of_actor(self, micro: CreditedRollout | Sequences) -> losses.Loss:
         """policy loss - entropy_coef * entropy [+ vf_coef * value loss, if the critic is the actor's engine]; of
         demonstrations, the loss of `Ptx`."""
-        actor, config, algorithm = self.learners.actor, self.config, self.learners.algorithm
+        actor, config, algorithm = self.trained.actor, self.config, self.trained.algorithm
         assert actor is not None
         if isinstance(micro, Sequences):
-            assert self.learners.ptx is not None
-            return self.learners.ptx.loss(actor, micro)
+            assert self.trained.ptx is not None
+            return self.trained.ptx.loss(actor, micro)
         mode, prompt = "trained" if config.entropy_coef else "watched", micro.rollout.prompt_ids.shape[1]
         logprobs, entropies, *scalars = actor(micro.rollout.sequences, config.temperature, entropy=mode)
         micro = micro.to(logprobs.device)
         rollout, logprobs = micro.rollout, logprobs[:, prompt:]
         if not config.rescore:  # this is the first step since the policy sampled
             rollout = replace(rollout, logprobs=logprobs.detach())
-        loss, metrics = algorithm.policy_loss(logprobs, rollout, micro.credit, self.count)
+        loss, metrics = algorithm.policy_loss(logprobs, rollout, micro.credit, self.count, self.trained.iteration)
         if not config.rescore:
             mismatch = (rollout.logprobs - rollout.sampled_logprobs).abs()
             metrics["sampling_mismatch"] = ops.masked_mean(mismatch, rollout.mask, self.count)
         entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, self.count)
         loss, metrics = loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
-        if self.learners.critic is not actor:
+        if self.trained.critic is not actor:
             return loss, metrics
         error, error_metrics = self._of_values(scalars[0], micro)
         return loss + config.vf_coef * error, {**metrics, **error_metrics, "value_loss": error.detach()}
 
     def of_critic(self, micro: CreditedRollout) -> losses.Loss:
         """The value loss; of a value head on the actor, whose policy must not move yet, for the head alone."""
-        critic, sequences = self.learners.critic, micro.rollout.sequences
+        critic, sequences = self.trained.critic, micro.rollout.sequences
         assert critic is not None
         shared = isinstance(critic.module, ActorCritic)
         values = critic(sequences, learns="head")[2] if shared else critic(sequences)
         return self._of_values(values, micro.to(values.device))
 
     def _of_values(self, scalars: Tensor, micro: CreditedRollout) -> losses.Loss:
-        value_loss = self.learners.algorithm.value_loss
+        value_loss = self.trained.algorithm.value_loss
         assert value_loss is not None
         values = state_values(scalars, micro.rollout.prompt_ids.shape[1])
-        return value_loss(values, micro.rollout, micro.credit, self.count)
+        return value_loss(values, micro.rollout, micro.credit, self.count, self.trained.iteration)
 
 
 def update(
-    learners: Learners,
+    trained: Trained,
     credited: CreditedRollout,
     config: UpdateOptions,
     generator: torch.Generator,
@@ -101,13 +102,13 @@ def update(
     minibatch, on which the policy is still the one that sampled, so it must be 0.
     Raises: NonFiniteError.
     """
-    actor, critic, ptx = learners.actor, learners.critic, learners.ptx
+    actor, critic, ptx = trained.actor, trained.critic, trained.ptx
     joint = actor is not None and critic is actor
     history: dict[str, list[float]] = defaultdict(list)
     steps = skipped = 0
     lengths = credited.rollout.sequences.lengths
     for minibatch in _minibatches(len(credited), config, generator):
-        step_losses = StepLosses(learners, config, credited.rollout.mask[minibatch].sum().double())
+        step_losses = StepLosses(trained, config, credited.rollout.mask[minibatch].sum().double())
         rows = deal(minibatch, lengths)
         groups = [rows[group] for group in length_groups(lengths[rows], config.micro_batch_size)]
         micros = [credited[group].trimmed() for group in groups]
@@ -120,8 +121,8 @@ def update(
             if "value_loss" in metrics:
                 metrics["loss"] -= config.vf_coef * metrics["value_loss"]
             metrics = _prefixed("policy", metrics)
-            if learners.ema is not None and not metrics["policy_skipped"]:
-                learners.ema.update()
+            if trained.ema is not None and not metrics["policy_skipped"]:
+                trained.ema.update()
         # A step that the actor skips (in fp16: an overflow) is skipped for the critic too.
         if critic is not None and not joint and not metrics.get("policy_skipped"):
             learns: Learns = "head" if isinstance(critic.module, ActorCritic) else "all"

@@ -1,6 +1,7 @@
 """One algorithm a file: `Config`, its options, derived from `Step3Config`; and `build(config)`, an `Algorithm`."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,21 @@ from step3_ppo.config import Step3Config
 FOLDER = __name__
 
 
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One rollout-update cycle, as the schedule plans it."""
+
+    number: int
+    """from 0"""
+    indices: list[int]
+    """of this rank's prompts in the data, each `num_generations` times in a row"""
+    kl_coef: float = 0.0
+    """weight of the KL to the reference; 0 if the algorithm's Config is not a `KLOptions`"""
+    pretrains_critic: bool = False
+    """whether the policy does not move yet (`critic_warmup_iterations`); the critic is then fitted to what the
+    responses earned, not to its own untrained values"""
+
+
 class Algorithm(Protocol):
     """The contract of an algorithm. Shapes: B rollouts, T response tokens.
 
@@ -24,22 +40,20 @@ class Algorithm(Protocol):
     tokens of the whole optimizer step: the losses and metrics of all micro-batches are added.
     """
 
-    kl_coef: float = 0.0
-    """the KL coefficient of the iteration: the stage sets it before `credit`, if Config is a `KLOptions`"""
-    pretrains_critic: bool = False
-    """whether the policy does not move yet in this iteration (`critic_warmup_iterations`): the stage sets it before
-    `credit`. The critic is then fitted to what the responses earned, not to its own untrained values"""
-    value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor], Loss] | None = None
-    """(values [B, T], rollout, credit, count) -> loss of the critic; there is a critic if there is this loss"""
+    value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor, Iteration], Loss] | None = None
+    """(values [B, T], rollout, credit, count, iteration) -> loss of the critic; there is a critic if there is this
+    loss"""
     select: Callable[[ScoredRollout], Tensor] | None = None
     """(scored rollout) -> the row numbers of this rank that are learned from, as many on every rank and at least one;
     None: all rows"""
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,
         `ref_logprobs`, `mask` and, with a critic, `values`."""
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> Loss:
         """(loss [], metrics [] each) of the actor, whose log-probs of the response tokens are `logprobs` [B, T]."""
 
 
@@ -73,22 +87,6 @@ class FromFile:
         self.policy_loss = self._checked("policy_loss", _fault_of_loss)
         self.value_loss = None if algorithm.value_loss is None else self._checked("value_loss", _fault_of_loss)
         self.select = None if algorithm.select is None else self._checked("select", _fault_of_selection)
-
-    @property
-    def kl_coef(self) -> float:
-        return self._algorithm.kl_coef
-
-    @kl_coef.setter
-    def kl_coef(self, coef: float) -> None:
-        self._algorithm.kl_coef = coef
-
-    @property
-    def pretrains_critic(self) -> bool:
-        return self._algorithm.pretrains_critic
-
-    @pretrains_critic.setter
-    def pretrains_critic(self, pretrains: bool) -> None:
-        self._algorithm.pretrains_critic = pretrains
 
     def _checked(self, name: str, fault_of: Callable[[Any, Any], str]) -> Callable[..., Any]:
         function = getattr(self._algorithm, name)

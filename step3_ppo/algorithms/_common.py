@@ -10,6 +10,7 @@ from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.config import Step3Config
 from step3_ppo.kl import KLOptions
 
@@ -55,7 +56,7 @@ def rewards_of(rollout: ScoredRollout, kl_coef: float) -> Tensor:
     return crediting.kl_rewards(rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef)
 
 
-def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float, pretrains_critic: bool) -> Credit:
+def gae_credit(rollout: ScoredRollout, config: GAEConfig, iteration: Iteration) -> Credit:
     """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]
 
     The returns have a lambda of their own, `lam_value`, if it is set (decoupled GAE: VC-PPO, arXiv 2503.01491; VAPO,
@@ -63,8 +64,8 @@ def gae_credit(rollout: ScoredRollout, config: GAEConfig, kl_coef: float, pretra
     values (VC-PPO, section 3.1).
     """
     assert rollout.values is not None
-    rewards = rewards_of(rollout, kl_coef)
-    lam, lam_value = (1.0, None) if pretrains_critic else (config.lam, config.lam_value)
+    rewards = rewards_of(rollout, iteration.kl_coef)
+    lam, lam_value = (1.0, None) if iteration.pretrains_critic else (config.lam, config.lam_value)
     advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam)
     if lam_value is not None:
         _, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam_value)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._common import GAEConfig, gae_credit
 
 
@@ -25,18 +26,22 @@ class A2C:
     """PPO's credit; the plain policy gradient, as at ratio 1 no clip binds; a squared error for the critic."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef, self.pretrains_critic = config, config.kl_coef, False
+        self.config = config
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages by GAE, and returns. [B, T]"""
-        return gae_credit(rollout, self.config, self.kl_coef, self.pretrains_critic)
+        return gae_credit(rollout, self.config, iteration)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """-sum A * ratio / count, whose gradient at ratio 1 is -sum A * grad logprob / count."""
         old, unclipped = rollout.logprobs, (math.inf, math.inf)
         return losses.clipped_policy(logprobs, old, credit.advantages, rollout.mask, unclipped, count)
 
-    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(
+        self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """0.5 * sum (V - return)^2 / count."""
         return losses.clipped_value(values, values.detach(), credit.returns, rollout.mask, math.inf, count)
 

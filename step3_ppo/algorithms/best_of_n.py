@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.config import Step3Config
 
 
@@ -51,13 +52,15 @@ class BestOfN:
         best = rollout.scores.reshape(-1, group).argmax(1)
         return best + group * torch.arange(len(best), device=best.device)
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages 1 on the tokens of chosen responses, 0 on others; returns: the score on every token. [B, T]"""
         chosen = rollout.scores.new_zeros(len(rollout)).index_fill(0, self.select(rollout), 1.0)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(chosen, rollout.mask), returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """-sum logprobs / count over the tokens of chosen responses, on (part of) a rollout. logprobs [B, T].
 
         `count` = tokens of the optimizer step. Metrics: nll; approx_kl, the k3 estimate of KL(old || new).

@@ -9,6 +9,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, response_weights
 from step3_ppo.kl import KLOptions
 
@@ -34,16 +35,18 @@ class GRPO:
     """Credit is the score minus its group's mean, on every token of the response."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef = config, config.kl_coef
+        self.config = config
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
         c = self.config
         centred = crediting.group_relative(rollout.scores, c.num_generations, c.scale_rewards)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(centred, rollout.mask), returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """Clipped loss + kl_coef * KL, tokens weighted alike in both, on (part of) a rollout; logprobs [B, T]."""
         c, mask = self.config, rollout.mask
         if c.importance_sampling_level == "sequence":
@@ -55,7 +58,7 @@ class GRPO:
             loss, metrics = clipped_loss(logprobs, rollout, credit, count, c)
         weights = response_weights(mask, count, c)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, mask, c.kl_estimator, count, weights)
-        return loss + self.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
+        return loss + iteration.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
 
 
 def build(config: Config) -> GRPO:

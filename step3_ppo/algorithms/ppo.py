@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, clipped_loss, gae_credit
 
 
@@ -21,20 +22,24 @@ class PPO:
     """Credit by GAE over KL-penalised rewards; clipped losses for actor and critic."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef, self.pretrains_critic = config, config.kl_coef, False
+        self.config = config
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
-        return gae_credit(rollout, self.config, self.kl_coef, self.pretrains_critic)
+        return gae_credit(rollout, self.config, iteration)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config)
 
-    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(
+        self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """The critic's loss on (part of) a rollout, not clipped while it is pretrained; values [B, T]."""
         assert rollout.values is not None
-        cliprange = math.inf if self.pretrains_critic else self.config.cliprange_value
+        cliprange = math.inf if iteration.pretrains_critic else self.config.cliprange_value
         return losses.clipped_value(values, rollout.values, credit.returns, rollout.mask, cliprange, count)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, rewards_of, whitened
 from step3_ppo.kl import KLOptions
 
@@ -22,15 +23,17 @@ class Reinforce:
     """Credit is the return from each token on, whitened over all tokens of the iteration on all ranks."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef = config, config.kl_coef
+        self.config = config
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
-        rewards = rewards_of(rollout, self.kl_coef)
+        rewards = rewards_of(rollout, iteration.kl_coef)
         returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
         return Credit(whitened(returns, rollout.mask), returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, rewards_of, whitened
 from step3_ppo.kl import KLOptions
 
@@ -23,17 +24,19 @@ class RLOO:
     """Credit is the response's reward, score and KL together, minus the mean of the others'."""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.kl_coef = config, config.kl_coef
+        self.config = config
 
-    def credit(self, rollout: ScoredRollout) -> Credit:
+    def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
         c = self.config
-        totals = rewards_of(rollout, self.kl_coef).sum(1)
+        totals = rewards_of(rollout, iteration.kl_coef).sum(1)
         returns = crediting.on_every_token(totals, rollout.mask)
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
+    ) -> losses.Loss:
         """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
         return clipped_loss(logprobs, rollout, credit, count, self.config)
 

@@ -13,7 +13,7 @@ from rlhf import plugins
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import algorithms
 from tests.support import tiny
-from tests.support.players import config_of, players, twice_each
+from tests.support.players import config_of, first, players, twice_each
 
 ALGORITHMS = plugins.names("step3_ppo.algorithms")
 WIDTH = 6
@@ -70,7 +70,8 @@ def moved(r: ScoredRollout, fill: float = 0.0) -> tuple[Tensor, Tensor]:
 def losses_and_gradients(algorithm: Any, r: ScoredRollout, credit: Credit, fill: float = 0.0) -> list[Tensor]:
     """Of the losses it has, each loss; then the gradient of what goes into each."""
     parts = [
-        (loss(x, r, credit, r.mask.sum())[0], x) for loss, x in zip(losses_of(algorithm), moved(r, fill), strict=False)
+        (loss(x, r, credit, r.mask.sum(), first(algorithm))[0], x)
+        for loss, x in zip(losses_of(algorithm), moved(r, fill), strict=False)
     ]
     return [loss.detach() for loss, _ in parts] + [torch.autograd.grad(loss, x)[0] for loss, x in parts]
 
@@ -84,7 +85,8 @@ def losses_of(algorithm: Any) -> list[Any]:
 def test_credit_has_a_number_for_every_token_and_zero_elsewhere(name: str) -> None:
     learns_from_all(name)
     r = rollout()
-    credit = built(name).credit(r)
+    algorithm = built(name)
+    credit = algorithm.credit(r, first(algorithm))
     for values in (credit.advantages, credit.returns):
         assert values.shape == r.mask.shape and values.dtype == torch.float32
         assert torch.isfinite(values).all() and not values[~r.mask].any() and not values.requires_grad
@@ -96,7 +98,7 @@ def test_credit_has_a_number_for_every_token_and_zero_elsewhere(name: str) -> No
 def test_what_stands_off_the_mask_changes_no_bit(name: str, fill: float) -> None:
     algorithm = built(name)
     clean, dirty = rollout(), rollout(fill)
-    expected, credit = algorithm.credit(clean), algorithm.credit(dirty)
+    expected, credit = algorithm.credit(clean, first(algorithm)), algorithm.credit(dirty, first(algorithm))
     assert torch.equal(credit.advantages, expected.advantages) and torch.equal(credit.returns, expected.returns)
     garbage = Credit(*(x.masked_fill(~dirty.mask, fill) for x in (credit.advantages, credit.returns)))
     results = losses_and_gradients(algorithm, dirty, garbage, fill)
@@ -106,7 +108,7 @@ def test_what_stands_off_the_mask_changes_no_bit(name: str, fill: float) -> None
 @each
 def test_gradient_flows_on_the_mask_alone(name: str) -> None:
     algorithm, r = built(name), rollout()
-    results = losses_and_gradients(algorithm, r, algorithm.credit(r))
+    results = losses_and_gradients(algorithm, r, algorithm.credit(r, first(algorithm)))
     for gradient in results[len(results) // 2 :]:
         assert gradient.count_nonzero() > 0 and torch.isfinite(gradient).all()
         assert not gradient[~r.mask].any()
@@ -122,20 +124,21 @@ def test_padding_changes_neither_credit_nor_loss(name: str) -> None:
     names = ("response_ids", "mask", "sampled_logprobs", "logprobs", "ref_logprobs", "values")
     padded = replace(r, **{n: wider(getattr(r, n)) for n in names})
     padded = replace(padded, prompt_ids=wider(r.prompt_ids), prompt_mask=wider(r.prompt_mask).roll(5, 1))
-    expected, credit = algorithm.credit(r), algorithm.credit(padded)
+    expected, credit = algorithm.credit(r, first(algorithm)), algorithm.credit(padded, first(algorithm))
     torch.testing.assert_close(credit.advantages, wider(expected.advantages), rtol=0, atol=1e-6)
     torch.testing.assert_close(credit.returns, wider(expected.returns), rtol=0, atol=1e-6)
     logprobs, values = (x.detach() for x in moved(r))
     count = r.mask.sum()
     for loss, x in zip(losses_of(algorithm), (logprobs, values), strict=False):
-        torch.testing.assert_close(loss(wider(x), padded, credit, count)[0], loss(x, r, expected, count)[0])
+        padded_loss = loss(wider(x), padded, credit, count, first(algorithm))[0]
+        torch.testing.assert_close(padded_loss, loss(x, r, expected, count, first(algorithm))[0])
 
 
 @each
 def test_prompts_may_come_in_any_order(name: str) -> None:
     algorithm, r = built(name), rollout()
     order = torch.tensor([4, 5, 0, 1, 6, 7, 2, 3])
-    expected, credit = algorithm.credit(r), algorithm.credit(r[order])
+    expected, credit = algorithm.credit(r, first(algorithm)), algorithm.credit(r[order], first(algorithm))
     torch.testing.assert_close(credit.advantages, expected.advantages[order], rtol=0, atol=1e-6)
     torch.testing.assert_close(credit.returns, expected.returns[order], rtol=0, atol=1e-6)
 
@@ -144,11 +147,12 @@ def test_prompts_may_come_in_any_order(name: str) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_losses_metrics_and_gradients_add_up_over_parts(name: str, size: int) -> None:
     algorithm, r = built(name), rollout()
-    credit, count = algorithm.credit(r), r.mask.sum()
+    credit, count = algorithm.credit(r, first(algorithm)), r.mask.sum()
     for index, loss in enumerate(losses_of(algorithm)):
         x = moved(r)[index]
-        whole, metrics = loss(x, r, credit, count)
-        parts = [loss(x[rows], r[rows], credit[rows], count) for rows in torch.arange(8).split(size)]
+        iteration = first(algorithm)
+        whole, metrics = loss(x, r, credit, count, iteration)
+        parts = [loss(x[rows], r[rows], credit[rows], count, iteration) for rows in torch.arange(8).split(size)]
         assert sum(part.item() for part, _ in parts) == pytest.approx(whole.item(), abs=1e-6)
         for key, value in metrics.items():
             assert value.dim() == 0 and not value.requires_grad
@@ -165,10 +169,10 @@ def test_equal_scores_that_were_foreseen_teach_nothing(name: str) -> None:
     algorithm, r = built(name), rollout()
     same = torch.full_like(r.sampled_logprobs, 2.0).masked_fill(~r.mask, 0.0)
     r = replace(r, scores=torch.full((8,), 2.0), values=same, ref_logprobs=r.logprobs)
-    credit = algorithm.credit(r)
+    credit = algorithm.credit(r, first(algorithm))
     assert credit.advantages.abs().max() < 1e-4 and torch.isfinite(credit.returns).all()
     logprobs = r.logprobs.clone().requires_grad_()
-    loss, _ = algorithm.policy_loss(logprobs, r, credit, r.mask.sum())
+    loss, _ = algorithm.policy_loss(logprobs, r, credit, r.mask.sum(), first(algorithm))
     assert torch.autograd.grad(loss, logprobs)[0].abs().max() < 1e-4
 
 
@@ -177,7 +181,7 @@ def test_one_token_in_all_is_no_trouble(name: str) -> None:
     """The variance of one number is 0, and a response may be empty."""
     algorithm = built(name)
     one = rollout(lengths=torch.tensor([0, 1, 0, 0, 0, 0, 0, 0]))
-    credit = algorithm.credit(one)
+    credit = algorithm.credit(one, first(algorithm))
     results = [credit.advantages, credit.returns, *losses_and_gradients(algorithm, one, credit)]
     assert all(torch.isfinite(x).all() for x in results)
     assert not credit.advantages[~one.mask].any()
@@ -188,7 +192,8 @@ def test_whitened_advantages_have_mean_0_and_variance_1(name: str) -> None:
     if not hasattr(config_of(name), "whiten_advantages"):
         pytest.skip("does not whiten")
     r = rollout()
-    on, off = (built(name, whiten_advantages=value).credit(r) for value in (True, False))
+    whitened, plain = (built(name, whiten_advantages=value) for value in (True, False))
+    on, off = (algorithm.credit(r, first(algorithm)) for algorithm in (whitened, plain))
     white, raw = on.advantages[r.mask].double(), off.advantages[r.mask].double()
     assert abs(white.mean()) < 1e-6 and abs(white.var(correction=0) - 1) < 1e-5
     # An affine map of the raw ones, and the critic's targets are not touched.
@@ -203,7 +208,7 @@ def test_a_better_score_makes_its_response_likelier(name: str) -> None:
     scores = torch.zeros(8).index_fill(0, torch.tensor([3]), 50.0)
     r = replace(r, scores=scores, values=torch.zeros_like(r.sampled_logprobs), ref_logprobs=r.logprobs)
     logprobs = r.logprobs.clone().requires_grad_()
-    loss, _ = algorithm.policy_loss(logprobs, r, algorithm.credit(r), r.mask.sum())
+    loss, _ = algorithm.policy_loss(logprobs, r, algorithm.credit(r, first(algorithm)), r.mask.sum(), first(algorithm))
     gradient = torch.autograd.grad(loss, logprobs)[0]
     assert (gradient[3, : LENGTHS[3]] < 0).all() and gradient[2].sum() >= 0  # 0 where nothing is compared
 

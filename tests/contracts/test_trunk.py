@@ -40,10 +40,11 @@ from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import checkpoints
 from rlhf.training.checks import check_engine
 from rlhf.types import ScoredRollout
+from step3_ppo import learner as step3_learner
 from step3_ppo import models as step3_models
 from step3_ppo import plan as ppo_plan
 from step3_ppo import stage
-from step3_ppo.models import Models
+from step3_ppo.learner import Learner
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
 from step3_ppo.trunk import check_roles
@@ -128,7 +129,7 @@ def policy_of_peft(folders: Folders) -> Policy:
     return Policy(lm)
 
 
-def four_copies(config: Any, folders: Folders, together: Models) -> Models:
+def four_copies(config: Any, folders: Folders, together: Learner) -> Learner:
     """The models of step 3 with a base of its own each, loaded by plain peft."""
     of_critic = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     context = replace(together.context, loaded={folders.reward: scalar_of_peft(folders)})
@@ -143,11 +144,12 @@ def four_copies(config: Any, folders: Folders, together: Models) -> Models:
     )
 
 
-def iterations(models: Models, config: Any, first: int = 0) -> Iterator[dict[str, float]]:
-    schedule: Any = Schedule(8, config, config.seed)
+def iterations(learner: Learner, config: Any, first: int = 0) -> Iterator[dict[str, float]]:
+    prompts: Any = prompts_to_train_on()
+    schedule = Schedule(8, config, learner.kl)
     for _ in range(first):
         next(iter(schedule))
-    for metrics in stage.train(models, prompts_to_train_on(), schedule, config):  # type: ignore[arg-type]
+    for metrics in stage.observe(stage.train(learner, prompts, schedule), learner):
         yield {name: x for name, x in metrics.items() if not name.startswith(("seconds_", "tokens_per_second"))}
 
 
@@ -163,13 +165,13 @@ def weights(engine: Any) -> dict[str, Tensor]:
 def rollouts_of(monkeypatch: pytest.MonkeyPatch) -> list[ScoredRollout]:
     """A list that gets every scored rollout."""
     scored: list[ScoredRollout] = []
-    original = stage.score
+    original = step3_learner.score
 
     def score(*arguments: Any) -> ScoredRollout:
         scored.append(original(*arguments))
         return scored[-1]
 
-    monkeypatch.setattr(stage, "score", score)
+    monkeypatch.setattr(step3_learner, "score", score)
     return scored
 
 
@@ -233,8 +235,8 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
 def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
     options = config(folders, tmp_path)
 
-    def state(models: Models) -> Any:
-        return stage.resumable(models, {})
+    def state(learner: Learner) -> Any:
+        return stage.resumable(learner, {})
 
     whole = step3_models.set_up(options, tiny.tokenizer())
     run = iterations(whole, options)

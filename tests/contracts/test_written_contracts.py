@@ -29,18 +29,18 @@ class Config(Step3Config):
     pass
 
 class Mine:
-    def credit(self, rollout):
+    def credit(self, rollout, iteration):
         scores = rollout.scores[:, None] * rollout.mask
         return Credit(scores, scores)
 
-    def policy_loss(self, logprobs, rollout, credit, count):
+    def policy_loss(self, logprobs, rollout, credit, count, iteration):
         return -(logprobs * credit.advantages * rollout.mask).sum() / count, {}
 
 def build(config):
     return Mine()
 """
 VALUE_LOSS = """
-    def value_loss(self, values, rollout, credit, count):
+    def value_loss(self, values, rollout, credit, count, iteration):
         return ((values - credit.returns) ** 2 * rollout.mask).sum() / count, {}
 """
 DATASET = """
@@ -129,15 +129,15 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
         (
             "credit(self",
             "credits(self",
-            "build returned a value of type Mine, which has no function credit; expected credit(rollout)",
+            "build returned a value of type Mine, which has no function credit; expected credit(rollout, iteration)",
         ),
         (
             "policy_loss(self",
             "loss(self",
-            "no function policy_loss; expected policy_loss(logprobs, rollout, credit, count)",
+            "no function policy_loss; expected policy_loss(logprobs, rollout, credit, count, iteration)",
         ),
         (
-            "logprobs, rollout, credit, count)",
+            "logprobs, rollout, credit, count, iteration)",
             "logprobs, credit)",
             "Mine: got policy_loss(logprobs, credit), expected policy_loss(",
         ),
@@ -145,7 +145,7 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
         (
             "class Mine:",
             "class Mine:\n    def value_loss(self): ...",
-            "got value_loss(), expected value_loss(Tensor, ScoredRollout, Credit, Tensor)",
+            "got value_loss(), expected value_loss(Tensor, ScoredRollout, Credit, Tensor, Iteration)",
         ),
         ("return Mine()", "pass", "build returned a value of type NoneType, which has no function credit"),
         ("Config(Step3Config)", "Config", "expected a class derived from step3_ppo.config.Step3Config"),

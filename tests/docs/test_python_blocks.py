@@ -17,7 +17,7 @@ from rlhf.types import SampledRollout, Samples
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
 from tests.support import reward_runs, tiny
-from tests.support.players import on_course, players, twice_each
+from tests.support.players import first, on_course, players, twice_each
 
 ROOT = Path(__file__).parents[2]
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.stem != "LOG"}
@@ -85,7 +85,7 @@ def hinge() -> None:
 def bounded_ppo() -> None:
     """It trains, and its bound holds."""
     game = players("my_algorithm.py", total_episodes=8, bound=0.1)
-    credit = game.algorithm.credit(game.score(game.sample(twice_each())))
+    credit = game.algorithm.credit(game.score(game.sample(twice_each())), first(game.algorithm))
     (metrics,) = on_course(game)
     assert credit.advantages.abs().max() <= torch.tensor(0.1) and game.critic is not None
     assert {"policy_loss", "value_loss"} <= metrics.keys() and metrics["optimizer_steps"] == 4
@@ -99,7 +99,7 @@ def reinforce() -> None:
     expected = torch.stack(
         [(score - rollout.scores.mean()) * row for score, row in zip(rollout.scores, rollout.mask, strict=True)]
     )
-    assert torch.equal(game.algorithm.credit(rollout).advantages, expected)
+    assert torch.equal(game.algorithm.credit(rollout, first(game.algorithm)).advantages, expected)
     (metrics,) = on_course(game)
     assert game.critic is None and metrics["optimizer_steps"] == 4
 

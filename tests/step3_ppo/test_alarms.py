@@ -18,7 +18,7 @@ from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import IN_A_ROW, Watch
 from tests.step3_ppo.test_bandit import ACTIONS, BATCH, logprobs_of, sampled
 from tests.support import tiny
-from tests.support.players import ONE_STEP, Players, players, twice_each
+from tests.support.players import ONE_STEP, Players, first, players, twice_each
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +29,7 @@ def ranks() -> Iterator[None]:
 
 def metrics_of(game: Players, rollout: ScoredRollout) -> Metrics:
     """What an iteration says of itself, its update included."""
-    credit = game.algorithm.credit(rollout)
+    credit = game.algorithm.credit(rollout, first(game.algorithm))
     return rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
 
 
@@ -219,12 +219,14 @@ def entropies(kl_coef: float) -> list[Metrics]:
     for _ in range(200):
         with torch.no_grad():
             rollout = sampled(logits, ref_logits, baseline, scores, draw)
-            credit = algorithm.credit(rollout)
+            credit = algorithm.credit(rollout, first(algorithm))
             metrics.append({"entropy": ops.entropy(logits[None, None]).item()})
         count = rollout.mask.sum()
-        loss, _ = algorithm.policy_loss(logprobs_of(logits, rollout.response_ids), rollout, credit, count)
+        loss, _ = algorithm.policy_loss(
+            logprobs_of(logits, rollout.response_ids), rollout, credit, count, first(algorithm)
+        )
         optimizer.zero_grad()
-        (loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count)[0]).backward()
+        (loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count, first(algorithm))[0]).backward()
         optimizer.step()
     return metrics
 

@@ -15,6 +15,7 @@ from rlhf import plugins
 from rlhf.maths import ops
 from rlhf.types import Message, Row, ScoredRollout
 from step3_ppo import algorithms
+from tests.support.players import first
 
 ACTIONS = 8
 KL_COEF = 0.5
@@ -80,12 +81,16 @@ def train(algorithm: Any, scores: Tensor, ref_logits: Tensor, draw: torch.Genera
     for _ in range(iterations):
         with torch.no_grad():
             rollout = sampled(logits, ref_logits, baseline, scores, draw)
-            credit = algorithm.credit(rollout)
+            credit = algorithm.credit(rollout, first(algorithm))
         for _ in range(algorithm.config.num_ppo_epochs):
             count = rollout.mask.sum()
-            loss, _ = algorithm.policy_loss(logprobs_of(logits, rollout.response_ids), rollout, credit, count)
+            loss, _ = algorithm.policy_loss(
+                logprobs_of(logits, rollout.response_ids), rollout, credit, count, first(algorithm)
+            )
             if algorithm.value_loss is not None:
-                loss = loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count)[0]
+                loss = (
+                    loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count, first(algorithm))[0]
+                )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

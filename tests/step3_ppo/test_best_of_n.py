@@ -22,9 +22,9 @@ from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.global_rollout import CreditedRollout, gather
-from step3_ppo.stage import append_chosen
+from step3_ppo.learner import append_selected
 from tests.support import tiny
-from tests.support.players import language_model, on_stage, players, twice_each
+from tests.support.players import first, language_model, on_stage, players, twice_each
 
 
 def built(group: int, **changes: Any) -> BestOfN:
@@ -78,7 +78,8 @@ def test_the_best_of_all_groups_there_can_be_has_the_exact_law(group: int) -> No
 def test_two_groups_by_hand() -> None:
     rollout = one_token(torch.tensor([0, 4, 2, 0, 3, 2]), SCORES, LAW.log().float())
     assert built(3).select(rollout).tolist() == [1, 3]  # arms 0 and 3 score alike: the first
-    credit = built(3).credit(rollout)
+    algorithm = built(3)
+    credit = algorithm.credit(rollout, first(algorithm))
     assert credit.advantages[:, 0].tolist() == [0, 1, 0, 1, 0, 0]
     assert credit.returns[:, 0].tolist() == [0.5, 2.0, -1.0, 0.5, 0.5, -1.0]
 
@@ -92,7 +93,7 @@ def test_learned_to_the_end_it_becomes_the_best_of_k_twice() -> None:
         ids = torch.multinomial(law, group * size, replacement=True, generator=draw)
         rollout = one_token(ids, SCORES, law.log().float())
         rows = algorithm.select(rollout)
-        chosen, credit = rollout[rows], algorithm.credit(rollout)[rows]
+        chosen, credit = rollout[rows], algorithm.credit(rollout, first(algorithm))[rows]
         logits = torch.zeros(len(LAW), requires_grad=True)
         optimizer = torch.optim.LBFGS([logits], lr=1.0, max_iter=100, tolerance_grad=1e-9)
 
@@ -100,7 +101,7 @@ def test_learned_to_the_end_it_becomes_the_best_of_k_twice() -> None:
             optimizer.zero_grad()
             table = logits.expand(size, 1, len(LAW))
             logprobs = ops.token_logprobs(table, part[0].response_ids)
-            loss: Tensor = algorithm.policy_loss(logprobs, *part, torch.tensor(float(size)))[0]
+            loss: Tensor = algorithm.policy_loss(logprobs, *part, torch.tensor(float(size)), first(algorithm))[0]
             loss.backward()
             return loss
 
@@ -127,11 +128,11 @@ def test_the_gradient_is_that_of_cross_entropy_on_the_chosen_responses() -> None
     game = players("best_of_n")
     rollout = game.score(game.sample(twice_each()))
     rows = game.algorithm.select(rollout)
-    chosen, credit = rollout[rows], game.algorithm.credit(rollout)[rows]
+    chosen, credit = rollout[rows], game.algorithm.credit(rollout, first(game.algorithm))[rows]
     policy = Policy(language_model())
     weight = policy.lm.get_input_embeddings().weight
     logprobs = policy(chosen.sequences, 1.0)[0][:, chosen.prompt_ids.shape[1] :]
-    loss, metrics = game.algorithm.policy_loss(logprobs, chosen, credit, chosen.mask.sum())
+    loss, metrics = game.algorithm.policy_loss(logprobs, chosen, credit, chosen.mask.sum(), first(game.algorithm))
     (gradient,) = torch.autograd.grad(loss, weight)
     total = torch.zeros(())
     for row in range(len(chosen)):
@@ -152,7 +153,7 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     game = players("best_of_n", num_ppo_epochs=4, num_mini_batches=1)
     rollout = game.score(game.sample(twice_each()))
     rows = game.algorithm.select(rollout)
-    credit = game.algorithm.credit(rollout)
+    credit = game.algorithm.credit(rollout, first(game.algorithm))
     assert rows.shape == (4,) and credit.advantages[rows][rollout.mask[rows]].eq(1).all()
     before = rollout.logprobs
     metrics = game.update(rollout[rows], credit[rows])
@@ -163,7 +164,7 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     assert gain[rows].mean() > 0.05
     control = on_stage(game).kl
     control.observe(3.0)
-    assert control.coef == game.algorithm.kl_coef == 0.0
+    assert control.coef == 0.0
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
     scores = [0.5, -1.0, 2.0, 3.25, 0.0]
     rollout = scored(PROMPTS, scores)
     for iteration in (1, 2):
-        append_chosen(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout))
+        append_selected(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout))
     rows = list(open_origin(str(file)).rows("sft"))
     expected = [
         Row(prompt, response, None, "", {"score": score, "iteration": iteration})
@@ -234,7 +235,7 @@ def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
 def test_a_response_that_was_cut_is_no_demonstration(tmp_path: Path) -> None:
     rollout = scored(PROMPTS[:3], [1.0, 2.0, 3.0])
     rollout = replace(rollout, ended=torch.tensor([True, False, True]))
-    append_chosen(tmp_path / "chosen.jsonl", 1, rollout, Samples(("",) * 3, RESPONSES[:3], rollout))
+    append_selected(tmp_path / "chosen.jsonl", 1, rollout, Samples(("",) * 3, RESPONSES[:3], rollout))
     rows = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert [row["score"] for row in rows] == [1.0, 3.0]
 
@@ -245,7 +246,7 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
     def write(rank: int) -> None:
         rollout = scored(PROMPTS[:2], [float(rank), 10.0 + rank])
         monkeypatch.setattr(collectives, "is_main", lambda: rank == 0)
-        append_chosen(tmp_path / "c.jsonl", 7, rollout, Samples(("",) * 2, (f"a of {rank}", f"b of {rank}"), rollout))
+        append_selected(tmp_path / "c.jsonl", 7, rollout, Samples(("",) * 2, (f"a of {rank}", f"b of {rank}"), rollout))
 
     monkeypatch.setattr(collectives, "gather_objects", lambda value: gathered.append(value) or [])
     write(1)
@@ -261,6 +262,6 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
 def test_no_selected_row_is_an_error() -> None:
     game = players("best_of_n")
     rollout = game.score(game.sample(twice_each()))
-    credited = CreditedRollout(rollout, game.algorithm.credit(rollout))
+    credited = CreditedRollout(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
     with pytest.raises(UserError, match="the algorithm chose 0 responses on ranks 0 to 0; expected as many"):
         gather(credited[torch.arange(0)], [], 1)

@@ -20,7 +20,7 @@ from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Watch
 from tests.support import engine_runs, tiny
 from tests.support.fault_names import require_collected
-from tests.support.players import Players, players, scored_by, twice_each
+from tests.support.players import Players, first, players, scored_by, twice_each
 
 ALGORITHMS = [name for name in plugins.names("step3_ppo.algorithms") if name != "best_of_n"]
 
@@ -171,7 +171,7 @@ def test_equal_scores_move_nothing(name: str) -> None:
     own = {"lam": 1.0} if name == "ppo" else {"lam": 1.0, "whiten_advantages": True} if name == "a2c" else {}
     game = scored_alike(players(name, **{"num_mini_batches": 1, "num_ppo_epochs": 1, **own}))
     rollout = game.score(game.sample(twice_each()))
-    credit = game.algorithm.credit(rollout)
+    credit = game.algorithm.credit(rollout, first(game.algorithm))
     assert credit.advantages.abs().max() < 1e-4 and torch.isfinite(credit.returns).all()
     metrics = rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
     assert metrics["score_std"] == 0.0 and metrics["policy_grad_norm"] < 1e-3
@@ -185,7 +185,7 @@ def test_a_response_that_ends_at_once_is_one_token(name: str) -> None:
     game = leaning_to_eos(players(name, micro_batch_size=8), 1e4)
     rollout = game.score(game.sample(twice_each()))
     assert len(rollout) == 8 and rollout.response_tokens() == [[tiny.EOS]] * 8 and rollout.ended.all()
-    credit = game.algorithm.credit(rollout)
+    credit = game.algorithm.credit(rollout, first(game.algorithm))
     metrics = rollout_metrics(rollout) | credit_metrics(rollout, credit) | game.update(rollout, credit)
     assert metrics["response_length"] == 1.0 and metrics["truncated"] == 0.0
     undefined = {"explained_variance", "critic_error", "score_length_correlation"}  # nothing varies
@@ -200,7 +200,7 @@ def test_responses_that_never_end_are_cut_fined_and_told() -> None:
     assert rollout.mask.all() and not rollout.ended.any() and rollout.scores is not None
     assert rollout.source_scores is not None and torch.equal(rollout.scores, rollout.source_scores[:, 0] - 3.0)
     # Paid at the last token, and nothing after it is hoped for.
-    torch.testing.assert_close(game.algorithm.credit(rollout).returns[:, -1], rollout.scores)
+    torch.testing.assert_close(game.algorithm.credit(rollout, first(game.algorithm)).returns[:, -1], rollout.scores)
     metrics = rollout_metrics(rollout)
     assert metrics["truncated"] == 1.0 and metrics["ended"] == 0.0
     assert [notice.name for notice in Watch().check(1, metrics)] == ["truncated"]
@@ -223,15 +223,19 @@ def test_tokens_after_the_end_change_no_bit_of_loss_or_gradient() -> None:
         if garbage:
             rollout = replace(rollout, response_ids=rollout.response_ids.masked_fill(~rollout.mask, 77))
         rollout = game.score(rollout)
-        credit, policy, prompt = game.algorithm.credit(rollout), game.actor.module, rollout.prompt_ids.shape[1]
+        credit, policy, prompt = (
+            game.algorithm.credit(rollout, first(game.algorithm)),
+            game.actor.module,
+            rollout.prompt_ids.shape[1],
+        )
         count = rollout.mask.sum()
         critic: nn.Module = game.critic.module
         with torch.enable_grad():
             logprobs = policy(rollout.sequences)[0][:, prompt:]
             values = critic(rollout.sequences)[:, prompt - 1 : -1]
             both_losses = [
-                game.algorithm.policy_loss(logprobs, rollout, credit, count)[0],
-                game.algorithm.value_loss(values, rollout, credit, count)[0],
+                game.algorithm.policy_loss(logprobs, rollout, credit, count, first(game.algorithm))[0],
+                game.algorithm.value_loss(values, rollout, credit, count, first(game.algorithm))[0],
             ]
             weights = [w for model in (policy, critic) for w in model.parameters()]
             return [loss.detach() for loss in both_losses] + list(torch.autograd.grad(sum(both_losses), weights))
@@ -270,7 +274,7 @@ def test_a_minibatch_that_overflows_in_the_actor_is_left_out_for_the_critic() ->
     game = players("ppo")
     rollout = game.score(game.sample(twice_each()))
     played: Any = replace(game, actor=actor, critic=critic)
-    metrics = played.update(rollout, game.algorithm.credit(rollout))
+    metrics = played.update(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
     assert metrics["optimizer_steps"] == 4.0
     assert (actor.calls, critic.calls) == (4, 2)
     assert metrics["skipped_steps"] == 3.0  # two of both, one of the critic alone

@@ -10,8 +10,9 @@ from rlhf.errors import UserError
 from step3_ppo import algorithms
 from step3_ppo.algorithms.ppo import Config
 from step3_ppo.kl import KLController
+from step3_ppo.schedule import Schedule
 from tests.support import tiny
-from tests.support.players import on_stage, players
+from tests.support.players import config_of, on_stage, players
 
 ITERATIONS, BATCH = 40, 128
 
@@ -89,3 +90,14 @@ def test_a_resumed_run_keeps_its_coefficient_unless_the_options_changed_it(asked
     assert after.kl.coef == expected
     if asked_for == 0.3:
         assert after.kl.state_dict() == before.kl.state_dict()
+
+
+def test_an_iteration_gets_the_coefficient_of_the_controller_when_it_begins() -> None:
+    config = config_of("ppo", kl_coef=0.07, total_episodes=24, critic_warmup_iterations=1)
+    kl = KLController(config)
+    iterations = iter(Schedule(8, config, kl))
+    first = next(iterations)
+    assert (first.number, first.kl_coef, first.pretrains_critic) == (0, 0.07, True)
+    kl.coef = 0.5
+    second = next(iterations)
+    assert (second.number, second.kl_coef, second.pretrains_critic) == (1, 0.5, False)

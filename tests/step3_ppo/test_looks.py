@@ -95,7 +95,7 @@ def test_the_kl_before_training_is_0_in_bf16(changes: dict[str, Any]) -> None:
     """The policy has the weights of the reference. Its log-probs at sampling, of other matrix products, differ."""
     with tiny.one_rank():
         game = players("rloo", dtype="bf16", response_length=40, **changes)
-        before = stage.evaluate(on_stage(game), prompts_to_train_on(), None, game.config)  # type: ignore[arg-type]
+        before = stage.evaluate(on_stage(game), prompts_to_train_on(), None)  # type: ignore[arg-type]
         sampled = game.score(game.sample(PROMPTS))
     assert len(before.kl) == 8 and before.kl.tolist() == [0.0] * 8
     assert ((sampled.sampled_logprobs - sampled.ref_logprobs).abs() > 0).any()

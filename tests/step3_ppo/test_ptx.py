@@ -24,9 +24,9 @@ from step3_ppo.config import Step3Config
 from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.inputs import describe_ptx, open_ptx
 from step3_ppo.ptx import Ptx
-from step3_ppo.update import Learners, update
+from step3_ppo.update import Trained, update
 from tests.support import tiny
-from tests.support.players import Players, demonstrations, language_model, players, twice_each
+from tests.support.players import Players, demonstrations, first, language_model, players, twice_each
 
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
 
@@ -41,8 +41,8 @@ def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, f
     """One update with the same advantage on every token."""
     rollout = game.score(game.sample(twice_each()))
     credit = Credit(torch.where(rollout.mask, advantage, 0.0), torch.zeros(rollout.mask.shape))
-    learners = Learners(game.actor, None, game.algorithm, ptx)
-    return update(learners, CreditedRollout(rollout, credit), game.config, torch.Generator().manual_seed(0))
+    trained = Trained(game.actor, None, game.algorithm, first(game.algorithm), ptx)
+    return update(trained, CreditedRollout(rollout, credit), game.config, torch.Generator().manual_seed(0))
 
 
 def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:

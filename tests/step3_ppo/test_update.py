@@ -16,11 +16,21 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
 from rlhf.rewards import Sources, WeightedSource
 from rlhf.types import Credit, Samples, ScoredRollout
+from step3_ppo.algorithms import Iteration
 from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.rollout import Reference, generate, per_token
-from step3_ppo.update import Learners, _means, update
+from step3_ppo.update import Trained, _means, update
 from tests.support import engine_runs, tiny
-from tests.support.players import PROMPTS, Players, config_of, count_of_words, language_model, players, twice_each
+from tests.support.players import (
+    PROMPTS,
+    Players,
+    config_of,
+    count_of_words,
+    first,
+    language_model,
+    players,
+    twice_each,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -161,14 +171,18 @@ class Watcher:
 
     rows: list[list[float]] = field(default_factory=list)
 
-    def policy_loss(self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def policy_loss(
+        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, _: Iteration
+    ) -> losses.Loss:
         assert logprobs.shape == rollout.mask.shape == credit.advantages.shape == credit.returns.shape
         assert torch.equal(credit.returns[:, 0], rollout.scores)  # a row keeps its own credit
         self.rows.append(rollout.scores.tolist())
         share = rollout.mask.sum() / count
         return share + 0.0 * logprobs.sum(), {"approx_kl": torch.zeros(()), "share": share}
 
-    def value_loss(self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor) -> losses.Loss:
+    def value_loss(
+        self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, _: Iteration
+    ) -> losses.Loss:
         share = rollout.mask.sum() / count
         return share + 0.0 * values.sum(), {}
 
@@ -188,7 +202,9 @@ def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
     watcher = Watcher()
     still = {"learning_rate": 0.0, "critic_learning_rate": 0.0}
     config = config_of("ppo", num_ppo_epochs=3, num_mini_batches=minibatches, micro_batch_size=size, **still)
-    metrics = update(Learners(game.actor, None, watcher), numbered(rollout), config, torch.Generator().manual_seed(0))
+    metrics = update(
+        Trained(game.actor, None, watcher, first(None)), numbered(rollout), config, torch.Generator().manual_seed(0)
+    )
     # Only if every micro-batch's share was added and divided by the minibatch's own count.
     assert metrics["share"] == pytest.approx(1.0, abs=1e-6) and metrics["policy_loss"] == pytest.approx(1.0, abs=1e-6)
     assert not any(key.startswith("value") for key in metrics)
@@ -242,7 +258,7 @@ def test_two_epochs_equal_a_plain_ppo_loop() -> None:
     options = {"num_mini_batches": 1, "num_ppo_epochs": 2, "max_grad_norm": 0.0, "weight_decay": 0.0}
     game = players("ppo", **options)
     rollout = game.score(game.sample(twice_each()))
-    credit = game.algorithm.credit(rollout)
+    credit = game.algorithm.credit(rollout, first(game.algorithm))
     metrics = game.update(rollout)
     lm, critic = language_model(), players("ppo").critic.module
     adam = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0}
@@ -323,7 +339,7 @@ def test_without_rescoring_the_update_has_its_own_old_logprobs() -> None:
     metrics = quick.update(rollout)
     assert metrics["first_approx_kl"] == 0.0 and metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["sampling_mismatch"] == pytest.approx(0.25, abs=1e-5)
-    thorough.update(thorough.score(sampled), thorough.algorithm.credit(rollout))
+    thorough.update(thorough.score(sampled), thorough.algorithm.credit(rollout, first(thorough.algorithm)))
     expected = thorough.weights()
     for name, weight in quick.weights().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
@@ -353,9 +369,9 @@ def test_the_average_follows_every_step_that_was_applied() -> None:
             moves.append(len(moves))
 
     def play(rollout: ScoredRollout) -> dict[str, float]:
-        learners = Learners(game.actor, game.critic, game.algorithm, ema=Average())  # type: ignore[arg-type]
-        credited = CreditedRollout(rollout, game.algorithm.credit(rollout))
-        return update(learners, credited, game.config, torch.Generator().manual_seed(0))
+        trained = Trained(game.actor, game.critic, game.algorithm, first(game.algorithm), ema=Average())  # type: ignore[arg-type]
+        credited = CreditedRollout(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
+        return update(trained, credited, game.config, torch.Generator().manual_seed(0))
 
     rollout = game.score(game.sample(twice_each()))
     play(rollout)

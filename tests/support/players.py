@@ -22,15 +22,16 @@ from rlhf.models.trunk import PolicyRole, ScalarRole, Trunk
 from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
+from step3_ppo.algorithms import Iteration
 from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.kl import KLController, KLOptions
+from step3_ppo.learner import Learner, selected_file
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Reference, Scorer, generate, score
 from step3_ppo.scaling import ScoreScaling
 from step3_ppo.schedule import Schedule
-from step3_ppo.stage import chosen_file
 from step3_ppo.trunk import ACTOR, CRITIC, REFERENCE, Roles
-from step3_ppo.update import Learners, update
+from step3_ppo.update import Trained, update
 from tests.support import tiny
 
 SMALL: dict[str, Any] = {
@@ -66,6 +67,11 @@ def count_of_words(samples: Samples) -> Tensor:
     return torch.tensor([float(sum(int(word[1:]) % 2 == 0 for word in r.split())) for r in samples.responses])
 
 
+def first(algorithm: Any) -> Iteration:
+    """The first iteration, with the KL coefficient of the algorithm's options."""
+    return Iteration(0, [], getattr(getattr(algorithm, "config", None), "kl_coef", 0.0))
+
+
 @dataclass(frozen=True)
 class Players:
     config: Any
@@ -85,10 +91,13 @@ class Players:
 
     def update(self, rollout: ScoredRollout, credit: Credit | None = None) -> Metrics:
         """Of this process alone."""
-        credit = self.algorithm.credit(rollout) if credit is None else credit
+        credit = self.algorithm.credit(rollout, first(self.algorithm)) if credit is None else credit
         draw = torch.Generator().manual_seed(0)
         return update(
-            Learners(self.actor, self.critic, self.algorithm), CreditedRollout(rollout, credit), self.config, draw
+            Trained(self.actor, self.critic, self.algorithm, first(self.algorithm)),
+            CreditedRollout(rollout, credit),
+            self.config,
+            draw,
         )
 
     def weights(self) -> dict[str, Tensor]:
@@ -161,12 +170,13 @@ def on_a_trunk(config: Any) -> Roles:
     return Roles(PolicyRole(trunk, ACTOR), PolicyRole(trunk, REFERENCE, trained=False), critic, None)
 
 
-def on_stage(game: Players) -> stage.Models:
+def on_stage(game: Players) -> Learner:
     """The same players as step 3 itself has them."""
     c = game.config
     backend = open_backend("loop", eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
     ema = None if c.ema_decay is None else EMA(game.actor, c.ema_decay)
-    return stage.Models(
+    return Learner(
+        c,
         game.actor,
         game.critic,
         game.scorer,
@@ -182,8 +192,9 @@ def on_stage(game: Players) -> stage.Models:
 
 def on_course(game: Players) -> Iterator[Metrics]:
     """The iterations of step 3 with these players."""
-    prompts = prompts_to_train_on()
-    return stage.train(on_stage(game), prompts, Schedule(len(prompts), game.config, game.config.seed), game.config)  # type: ignore[arg-type]
+    prompts: Any = prompts_to_train_on()
+    learner = on_stage(game)
+    return stage.observe(stage.train(learner, prompts, Schedule(len(prompts), game.config, learner.kl)), learner)
 
 
 def prompts_to_train_on() -> list[Prompt]:
@@ -230,13 +241,13 @@ def a_step_of_everything() -> dict[str, Any]:
     game = players("best_of_n", **options)
     mine = torch.arange(8).reshape(4, 2)[collectives.rank() :: collectives.world_size()].flatten()
     rollout = game.score(game.sample(twice_each())[mine])
-    rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout)
+    rows, credit = game.algorithm.select(rollout), game.algorithm.credit(rollout, first(game.algorithm))
     ptx = Ptx(demonstrations(8), game.config, game.config.seed, tiny.PAD)  # type: ignore[arg-type]
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
     scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
-    learners = Learners(game.actor, None, game.algorithm, ptx)
+    trained = Trained(game.actor, None, game.algorithm, first(game.algorithm), ptx)
     scored, _ = gather(CreditedRollout(rollout, credit)[rows], rows.tolist(), 1)
-    metrics = update(learners, scored, game.config, torch.Generator().manual_seed(0))
+    metrics = update(trained, scored, game.config, torch.Generator().manual_seed(0))
     return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled_scores)}
 
 
@@ -286,7 +297,7 @@ def two_iterations(name: str, folder: str) -> dict[str, Any]:
     algorithm, options = PARITY[name]
     # A large epsilon bounds what rounding of a gradient can do to AdamW: lr * error / epsilon a step.
     game = players(algorithm, **{"total_episodes": 16, "adam_epsilon": 1e-3, "output_dir": folder, **options})
-    chosen_file(game.config).parent.mkdir(parents=True, exist_ok=True)
+    selected_file(game.config).parent.mkdir(parents=True, exist_ok=True)
     timed = ("seconds_", "tokens_per_second")
     metrics = [{key: x for key, x in each.items() if not key.startswith(timed)} for each in on_course(game)]
     return {"metrics": metrics, "weights": game.weights()}
