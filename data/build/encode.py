@@ -121,8 +121,9 @@ class RowEncoder:
             yield "not plain text" if row.prompt else (Demonstration(item_ids, ((1, len(item_ids)),)), Truncation())
 
     def _demonstrations(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        responses = self._responses(rows)
-        for row, prompt, response in zip(rows, self._prompt_ids(rows), responses, strict=True):
+        texts = self.template.prompt_texts(rows)
+        prompts, responses = self.template.prompt_ids_many(rows, texts), self._responses(rows, texts)
+        for row, prompt, response in zip(rows, prompts, responses, strict=True):
             try:
                 fitted, (answer,), cut = self._truncate(row, prompt, response)
             except Unusable as reason:
@@ -146,9 +147,11 @@ class RowEncoder:
         return _find_spans([False, *flags[1:], *[True] * (size - start)])
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        sides = [self._responses(rows), self._rejected(rows)]
+        texts = self.template.prompt_texts(rows)
+        prompts, chosen_sides = self.template.prompt_ids_many(rows, texts), self._responses(rows, texts)
+        rejected_sides = self._rejected(rows, texts)
         rest = list(self.template.ending[1:])  # a score is read where the template's text ends
-        for row, prompt, chosen, rejected in zip(rows, self._prompt_ids(rows), *sides, strict=True):
+        for row, prompt, chosen, rejected in zip(rows, prompts, chosen_sides, rejected_sides, strict=True):
             try:
                 yield self._preference(row, prompt, chosen + rest, rejected + rest)
             except Unusable as reason:
@@ -169,7 +172,7 @@ class RowEncoder:
         return Preference(*sides, len(fitted.ids), margin, subset, ratings, row.weight), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        for row, ids in zip(rows, self._prompt_ids(rows), strict=True):
+        for row, ids in zip(rows, self.template.prompt_ids_many(rows), strict=True):
             try:
                 fitted = self._fit_prompt(row, ids, self.options.max_prompt_length)
             except Unusable as reason:
@@ -181,18 +184,13 @@ class RowEncoder:
                 Truncation(prompt=cut, prompt_digest=fitted.digest),
             )
 
-    def _prompt_ids(self, rows: Sequence[Row]) -> list[Ids]:
-        return self.template.prompt_ids_many(rows)
+    def _responses(self, rows: Sequence[Row], texts: Sequence[str]) -> list[Ids]:
+        answers = [Message("assistant", row.response or "", row.response_keys) for row in rows]
+        return self.template.turn_ids_many(rows, answers, texts)
 
-    def _responses(self, rows: Sequence[Row]) -> list[Ids]:
-        return self.template.turn_ids_many(
-            rows, [Message("assistant", row.response or "", row.response_keys) for row in rows]
-        )
-
-    def _rejected(self, rows: Sequence[Row]) -> list[Ids]:
-        return self.template.turn_ids_many(
-            rows, [Message("assistant", row.rejected or "", row.rejected_keys) for row in rows]
-        )
+    def _rejected(self, rows: Sequence[Row], texts: Sequence[str]) -> list[Ids]:
+        answers = [Message("assistant", row.rejected or "", row.rejected_keys) for row in rows]
+        return self.template.turn_ids_many(rows, answers, texts)
 
     def _truncate(self, row: Row, prompt: Ids, *responses: Ids) -> tuple[FittedPrompt, list[Ids], Truncation]:
         """Truncate the prompt and the responses to max_length together: (prompt, responses, what was truncated).

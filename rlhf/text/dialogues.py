@@ -4,6 +4,7 @@ A prompt and a response are always encoded separately and joined as ids, so that
 in fine-tuning, in reward modelling and in a rollout.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,15 +50,19 @@ class Template:
         """
         return self.prompt_ids_many([Row(tuple(messages), variables=dict(variables))])[0]
 
-    def prompt_ids_many(self, rows: Sequence[Row]) -> list[list[int]]:
-        """`prompt_ids` of the prompt of each row.
+    def prompt_texts(self, rows: Sequence[Row]) -> list[str]:
+        """The rendered prompt of each row, with the special tokens that its messages spell in disguise.
 
         Raises: UserError if the template cannot render a dialogue; the error does not name the dialogue.
         """
-        disguised = [self._disguised(row) for row in rows]
-        variables = [row.variables for row in disguised]
-        texts = render(self.tokenizer, [row.prompt or EMPTY_PROMPT for row in disguised], variables=variables)
-        spelled = [mine is not row for mine, row in zip(disguised, rows, strict=True)]
+        hidden = [self._disguised(row) for row in rows]
+        prompts = [row.prompt or EMPTY_PROMPT for row in hidden]
+        return render(self.tokenizer, prompts, variables=[row.variables for row in hidden])
+
+    def prompt_ids_many(self, rows: Sequence[Row], texts: Sequence[str] = ()) -> list[list[int]]:
+        """`prompt_ids` of the prompt of each row. texts: their `prompt_texts`, if known. Raises: UserError"""
+        texts = texts or self.prompt_texts(rows)
+        spelled = [self._disguised(row) is not row for row in rows]
         ordinary = iter(self.encode_many([t for t, own in zip(texts, spelled, strict=True) if not own], split=False))
         return [
             (self._ids_by_part(text) if own else next(ordinary)) or [self._first_id]
@@ -138,16 +143,21 @@ class Template:
     def _rewrites(self) -> dict[tuple[bool, bool, bool], bool]:
         return {}
 
-    def turn_ids_many(self, rows: Sequence[Row], answers: Sequence[Message]) -> list[list[int]]:
+    def turn_ids_many(
+        self, rows: Sequence[Row], answers: Sequence[Message], texts: Sequence[str] = ()
+    ) -> list[list[int]]:
         """The ids of an answer to the prompt of each row: what the template writes after the generation prompt, to the
         end of the turn, and one end token.
 
         If an answer begins with white space, the template's white space is not added.
+        texts: the `prompt_texts` of the rows, if known
         Raises: Unrenderable, Altered
         """
         whole = [replace(row, prompt=(*(row.prompt or EMPTY_PROMPT), a)) for row, a in zip(rows, answers, strict=True)]
         hidden = [self._disguised(row) for row in whole]
-        turns = render_turns(self.tokenizer, [row.prompt for row in hidden], [row.variables for row in hidden])
+        if not all(map(operator.is_, hidden, whole)):
+            texts = ()  # a disguise also changes the messages beside the one that needs it
+        turns = render_turns(self.tokenizer, [row.prompt for row in hidden], [row.variables for row in hidden], texts)
         bodies = [self._body(turn, row.prompt[-1]) for (_, turn), row in zip(turns, hidden, strict=True)]
         first = [self._prompt_starts_text and not any(m.content for m in row.prompt[:-1]) for row in whole]
         pairs = [(start, *body) for start, body in zip(first, bodies, strict=True)]

@@ -38,12 +38,14 @@ def render_turns(
     tokenizer: PreTrainedTokenizerBase,
     dialogues: Sequence[Sequence[Message]],
     variables: Sequence[Mapping[str, Any]] = (),
+    prompts: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """(prompt, turn) of each dialogue, whose last message is the assistant's. The turn ends with the template's text.
 
+    prompts: as rendered, if they are known
     Raises: Unrenderable, Altered
     """
-    prompts = render(tokenizer, [dialogue[:-1] for dialogue in dialogues], variables=variables)
+    prompts = prompts or render(tokenizer, [dialogue[:-1] for dialogue in dialogues], variables=variables)
     wholes = render(tokenizer, dialogues, add_generation_prompt=False, variables=variables)
     answers = [folded(dialogue[-1], str(tokenizer.chat_template)) for dialogue in dialogues]
     turns = []

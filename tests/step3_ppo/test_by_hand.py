@@ -14,9 +14,8 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms import _common, a2c
+from step3_ppo.algorithms import Iteration, _common, a2c
 from tests.contracts.test_algorithms import built, losses_and_gradients, moved, rollout
-from tests.support.players import first
 
 GROUP = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -28,15 +27,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KL_COEF = 0.3
 """what the controller has made of the option, which is another"""
+LATER = Iteration(3, [], KL_COEF)
 
 Table = list[list[float]]
 each = pytest.mark.parametrize("name", OPTIONS)
 
 
 def algorithm(name: str, **changes: Any) -> Any:
-    instance = built(name, **{**OPTIONS[name], **changes})
-    instance.kl_coef = KL_COEF
-    return instance
+    return built(name, **{**OPTIONS[name], **changes})
 
 
 def table(x: Tensor | None, mask: Tensor) -> Table:
@@ -99,7 +97,7 @@ def credit_by_hand(name: str, r: ScoredRollout) -> tuple[Table, Table]:
 def test_credit(name: str) -> None:
     r = rollout()
     player = algorithm(name)
-    credit = player.credit(r, first(player))
+    credit = player.credit(r, LATER)
     for values, expected in zip((credit.advantages, credit.returns), credit_by_hand(name, r), strict=True):
         for row, other in zip(table(values, r.mask), expected, strict=True):
             assert row == pytest.approx(other, abs=1e-5)
@@ -125,7 +123,7 @@ def test_the_critic_learns_returns_of_its_own_lambda(name: str) -> None:
         (0.0, True, [0.0, -3.0], [3.0, 2.0]),
     ):
         player = algorithm(name, gamma=1.0, whiten_advantages=False, lam_value=lam_value)
-        credit = player.credit(r, replace(first(player), pretrains_critic=pretrains))
+        credit = player.credit(r, replace(LATER, pretrains_critic=pretrains))
         assert table(credit.advantages, r.mask)[0] == pytest.approx(advantages, abs=1e-5)
         assert table(credit.returns, r.mask)[0] == pytest.approx(returns, abs=1e-5)
 
@@ -143,11 +141,11 @@ def policy_loss_of_a_token(name: str, new: float, old: float, ref: float, advant
 def test_policy_loss(name: str) -> None:
     r = rollout()
     player, (logprobs, _) = algorithm(name), moved(rollout())
-    credit = player.credit(r, first(player))
+    credit = player.credit(r, LATER)
     rows = zip(*(table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages)), strict=True)
     tokens = [policy_loss_of_a_token(name, *token) for row in rows for token in zip(*row, strict=True)]
     # A part of a step: `count` is that of the whole.
-    loss, metrics = player.policy_loss(logprobs, r, credit, torch.tensor(100), first(player))
+    loss, metrics = player.policy_loss(logprobs, r, credit, torch.tensor(100), LATER)
     assert loss.item() == pytest.approx(sum(tokens) / 100, abs=1e-5)
     if name == "grpo":
         apart = (logprobs - r.ref_logprobs)[r.mask].double()
@@ -161,13 +159,13 @@ def test_how_tokens_and_responses_weigh(name: str, aggregation: str) -> None:
     """A step of 4 responses (8 in 2 minibatches) of at most 10 tokens; an empty response adds 0. `count` cancels."""
     r = rollout(lengths=torch.tensor([6, 1, 3, 5, 2, 6, 0, 1]))
     player, (logprobs, _) = algorithm(name, loss_aggregation=aggregation), moved(r)
-    credit, total = player.credit(r, first(player)), 0.0
+    credit, total = player.credit(r, LATER), 0.0
     columns = (table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages))
     for response in zip(*columns, strict=True):
         tokens = [policy_loss_of_a_token(name, *token) for token in zip(*response, strict=True)]
         total += sum(tokens) / (10 if aggregation == "constant" else max(1, len(tokens)))
     for count in (24, 100):
-        loss, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double(), first(player))
+        loss, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double(), LATER)
         assert loss.item() == pytest.approx(total / 4, abs=1e-5)
 
 
@@ -180,7 +178,7 @@ def test_tokens_that_the_sampler_chose_too_often_weigh_less() -> None:
     three = torch.full_like(r.logprobs, 3.0)
     logprobs = r.logprobs.clone().requires_grad_()
     player = algorithm("ppo", tis_cap=4.0)
-    loss, metrics = player.policy_loss(logprobs, r, Credit(three, three), torch.tensor(4.0), first(player))
+    loss, metrics = player.policy_loss(logprobs, r, Credit(three, three), torch.tensor(4.0), LATER)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(gradient, -3 * torch.tensor([[0.5, 1.0, 2.0, 4.0]]) / 4, rtol=1e-5, atol=0)
     assert metrics["tis_weight"].item() == pytest.approx(7.5 / 4) and metrics["tis_capped"].item() == 0.25
@@ -195,7 +193,7 @@ def test_a_response_has_one_ratio() -> None:
     options = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "cliprange": 0.2}
     player = algorithm("grpo", **options, batch_size=8, num_mini_batches=4)
     advantages = torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
-    without_kl = replace(first(player), kl_coef=0.0)
+    without_kl = replace(LATER, kl_coef=0.0)
     loss, metrics = player.policy_loss(logprobs, r, Credit(advantages, advantages), torch.tensor(3.0), without_kl)
     assert loss.item() == pytest.approx((-math.exp(0.1) + 0.8) / 2, abs=1e-6)
     (gradient,) = torch.autograd.grad(loss, logprobs)
@@ -211,15 +209,13 @@ def test_with_every_weight_parts_add_up_and_padding_changes_no_bit(fill: float) 
     weighed = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "tis_cap": 0.7}
     player, lengths = algorithm("grpo", **weighed), torch.tensor([6, 1, 3, 5, 2, 6, 0, 1])
     clean, dirty = rollout(0.0, lengths), rollout(fill, lengths)
-    credit, count = player.credit(clean, first(player)), clean.mask.sum().double()
+    credit, count = player.credit(clean, LATER), clean.mask.sum().double()
     expected = losses_and_gradients(player, clean, credit)
     assert all(map(torch.equal, losses_and_gradients(player, dirty, credit, fill), expected))
     logprobs = moved(clean)[0]
-    parts = [
-        player.policy_loss(logprobs[i], clean[i], credit[i], count, first(player)) for i in torch.arange(8).split(3)
-    ]
+    parts = [player.policy_loss(logprobs[i], clean[i], credit[i], count, LATER) for i in torch.arange(8).split(3)]
     assert sum(part.item() for part, _ in parts) == pytest.approx(expected[0].item(), abs=1e-6)
-    whole = player.policy_loss(logprobs, clean, credit, count, first(player))[1]
+    whole = player.policy_loss(logprobs, clean, credit, count, LATER)[1]
     for key, value in whole.items():
         assert sum(metrics[key].item() for _, metrics in parts) == pytest.approx(value.item(), abs=1e-6), key
 
@@ -228,13 +224,13 @@ def test_with_every_weight_parts_add_up_and_padding_changes_no_bit(fill: float) 
 def test_value_loss(name: str) -> None:
     r = rollout()
     player, (_, values) = algorithm(name), moved(rollout())
-    credit = player.credit(r, first(player))
+    credit = player.credit(r, LATER)
     rows = zip(*(table(x, r.mask) for x in (values, r.values, credit.returns)), strict=True)
     total = 0.0
     for new, old, target in (token for row in rows for token in zip(*row, strict=True)):
         near = min(max(new, old - 0.3), old + 0.3) if name == "ppo" else new
         total += 0.5 * max((new - target) ** 2, (near - target) ** 2)
-    loss, _ = player.value_loss(values, r, credit, torch.tensor(100), first(player))
+    loss, _ = player.value_loss(values, r, credit, torch.tensor(100), LATER)
     assert loss.item() == pytest.approx(total / 100, abs=1e-5)
 
 
@@ -242,17 +238,17 @@ def test_value_loss(name: str) -> None:
 def test_whitening_is_over_all_ranks(name: str) -> None:
     """Two ranks with shares of unequal size, scores and lengths have what one rank has of the whole."""
     r, player = rollout(), algorithm(name)
-    whole = player.credit(r, first(player)).advantages
+    whole = player.credit(r, LATER).advantages
     shares = [torch.tensor([0, 3, 4, 5, 6, 7]), torch.tensor([1, 2])]
 
     def raw(share: Tensor) -> Tensor:
         with mock.patch.object(_common.ops, "whiten", lambda x, *_: x):
-            return ops.moments(player.credit(r[share], first(player)).advantages, r.mask[share])
+            return ops.moments(player.credit(r[share], LATER).advantages, r.mask[share])
 
     for mine, theirs in (shares, shares[::-1]):
         elsewhere = raw(theirs)
         with mock.patch.object(collectives, "sum_over_ranks", lambda here, elsewhere=elsewhere: here + elsewhere):
-            advantages = player.credit(r[mine], first(player)).advantages
+            advantages = player.credit(r[mine], LATER).advantages
         torch.testing.assert_close(advantages, whole[mine], rtol=0, atol=1e-5)
 
 

