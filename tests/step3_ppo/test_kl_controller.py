@@ -7,7 +7,6 @@ import pytest
 from rlhf import plugins
 from rlhf.config import validate
 from rlhf.errors import UserError
-from step3_ppo import algorithms
 from step3_ppo.algorithms.ppo import Config
 from step3_ppo.kl import KLController
 from step3_ppo.schedule import Schedule
