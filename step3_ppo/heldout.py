@@ -181,4 +181,4 @@ def show_samples(before: Evaluation, after: Evaluation, count: int) -> None:
             strict=True,
         )
     ]
-    console.show_table("held-out prompts [score]", ("the user's last words", "before", "after"), rows[:count])
+    console.show_table("held-out prompts [score]", ("prompt", "before", "after"), rows[:count])

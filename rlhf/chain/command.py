@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -231,6 +232,11 @@ def _run(ranks: Any, program: str, words: list[str]) -> Any:
             push.require_push(chain.push_to_hub, chain.private)
         if todo:
             print(note, end="", flush=True)
+            if chain.rehearse:
+                from rlhf.chain.rehearsal import rehearse
+
+                once = replace(deployment, options=deployment.options.model_copy(update={"max_restarts": 0}))
+                rehearse(todo, deployment.processes, partial(run_all, deployment=once, ranks=ranks))
             save(chain)
             failed = run_all(todo, deployment, ranks)
             if failed is not None:

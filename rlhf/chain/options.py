@@ -25,7 +25,7 @@ SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 """sections of options, by step"""
 SHORT_HELP = {
     "models and data": ("actor-model", "reward-model", "data-path", "data-split", "chat-template", "max-train-rows"),
-    "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "export-every"),
+    "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "export-every", "rehearse"),
     "machine": (
         "deployment-type", "num-processes", "dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size",
         "adapter", "plan",
@@ -64,6 +64,9 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
     """steps of the chain to run; by default step 3 and the steps that it needs. Models of other steps are read from the
     output directory"""
+    rehearse: bool = False
+    """before the run, two steps of each stage with models of two layers, with everything that the run will write, in a
+    folder that is removed: what would fail late fails within minutes"""
     push_to_hub: str | None = None
     """OWNER/NAME on the hub: upload the model of the last step at the end. The repository is created before training;
     needs HF_TOKEN, or `hf auth login`"""
@@ -202,9 +205,9 @@ def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVE
 
 
 def without_one_time_options(chain: Any) -> Any:
-    """The options to save for later commands: `overwrite`, `steps` and `push_to_hub` hold for one."""
+    """The options to save for later commands: `overwrite`, `steps`, `rehearse` and `push_to_hub` hold for one."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
-    return chain.model_copy(update={**once, "overwrite": False, "steps": None, "push_to_hub": None})
+    return chain.model_copy(update={**once, "overwrite": False, "steps": None, "rehearse": False, "push_to_hub": None})
 
 
 def changed(chain: Any) -> dict[str, Any]:

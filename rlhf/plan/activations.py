@@ -124,7 +124,11 @@ def activations(
     try:
         (few, embeddings), (more, _) = (
             _training_peaks(
-                *_fake_model(_with_layers(model_path, count, setup), head, setup, dtype, checkpointing), head, shape
+                *_fake_model(
+                    with_layers(sizes.resized_config(model_path, setup), count), head, setup, dtype, checkpointing
+                ),
+                head,
+                shape,
             )
             for count in TRACED
         )
@@ -143,7 +147,8 @@ def activations(
 @functools.cache
 def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape, setup: Setup = WHOLE) -> int:
     """Peak bytes beside the weights in a forward pass without gradients; every layer has the same peak."""
-    model, mode = _fake_model(_with_layers(model_path, TRACED[-1], setup), head, setup, dtype, False)
+    config = with_layers(sizes.resized_config(model_path, setup), TRACED[-1])
+    model, mode = _fake_model(config, head, setup, dtype, False)
     with mode, torch.no_grad():
         ids = _input_ids(shape)
         with _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])) as live:
@@ -151,9 +156,9 @@ def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape,
         return live.peak
 
 
-def _with_layers(model_path: str, count: int, setup: Setup = WHOLE) -> Any:
-    """The model's config with its first `count` layers only."""
-    config = copy.deepcopy(sizes.resized_config(model_path, setup))
+def with_layers(config: Any, count: int) -> Any:
+    """A model's config with its first `count` layers only."""
+    config = copy.deepcopy(config)
     text = config.get_text_config()
     for name in ("layer_types", "attention_layers"):
         if isinstance(getattr(text, name, None), list):

@@ -25,7 +25,7 @@ from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models.adapter_files import tuner_layers
 from rlhf.models.head import ScoreHead
-from rlhf.models.load import Loading, load_causal_lm
+from rlhf.models.load import Loading, load_causal_lm, load_config
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.plan import activations
@@ -267,7 +267,7 @@ ALSO_TRACED = [pytest.param(spec, marks=pytest.mark.long) for spec in ("lora,r=4
 def test_the_plan_counts_what_a_real_pass_keeps(spec: str) -> None:
     """Within the 8 % that a plan may be off: its pass without data computes attention by another kernel."""
     shape, setup = PassShape(4, 48, 40), Setup(spec)
-    config = activations._with_layers("demo-llama", 2)
+    config = activations.with_layers(load_config("demo-llama"), 2)
     model, mode = activations._fake_model(config, "lm", setup, torch.float32, False)
     planned = activations._training_peaks(model, mode, "lm", shape)
     real = activations._training_peaks(build(config, "lm", setup).train(), contextlib.nullcontext(), "lm", shape)

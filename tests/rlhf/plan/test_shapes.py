@@ -50,7 +50,7 @@ def count(name: str) -> int:
 
 def weights(name: str, layers: int) -> int:
     with torch.device("meta"):
-        model = sizes.build(activations._with_layers(name, layers), "lm")
+        model = sizes.build(activations.with_layers(sizes.read_config(name), layers), "lm")
     return sum(weight.numel() for weight in model.parameters())
 
 

@@ -1,0 +1,139 @@
+"""`--rehearse`: the typed command in small before the run, so that what fails late fails within minutes.
+
+Two optimizer steps (in step 3 iterations) a stage, on the devices, with the data, rewards and plug-ins of the run. The
+models have the run's architecture, tokenizer and width, but two layers with random weights. Everything is written that
+the run will write: checkpoints, exports, models, cards, the report.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from rlhf import console
+from rlhf.chain import report
+from rlhf.chain.stages import STAGES, load
+from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import is_adapter
+from rlhf.models.load import load_config
+from rlhf.plan.activations import with_layers
+from rlhf.storage.manifests import planned_start, resolve_model_path
+from rlhf.text.tokenizer import load_tokenizer
+
+FOLDER = ".rehearsal"
+"""in the output directory; removed at the end"""
+LAYERS, STEPS, EVAL_ROWS = 2, 2, 16
+LOCAL_TRACKERS = ("tensorboard",)
+"""trackers that a rehearsal writes to, beside a user's file; the others are only asked for a login, by the checks"""
+
+
+def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, Any]], Any]) -> None:
+    """Run the stages in small, and remove what they have written.
+
+    todo: checked options by step; ranks: processes of a stage; run_all: runs stages, and returns the step that failed
+    and its exit status, or None
+    Raises: SystemExit with that status.
+    """
+    output = Path(next(iter(todo.values())).output_dir)
+    folder, start = output / FOLDER, time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
+    folder.mkdir(parents=True)
+    console.say(f"rehearsal: {STEPS} steps of each stage, with models of {LAYERS} layers")
+    try:
+        failed = run_all(in_small(todo, folder, ranks))
+        if failed is not None:
+            step, status = failed
+            console.say(f"rehearsal: {STAGES[step].name} failed ({status.cause}); nothing of the run has started")
+            raise SystemExit(int(status) if status > 0 else 128 - status)
+        report.write_at_end(str(folder))
+        for name in STAGES[3].policies if 3 in todo else ():
+            policy = folder / STAGES[3].name / name
+            if policy.is_dir() and not is_adapter(policy):
+                transformers.AutoModelForCausalLM.from_pretrained(policy)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    console.say(f"rehearsal: passed in {time.monotonic() - start:.0f} s; now the run")
+
+
+def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any]:
+    """The options of each stage for a rehearsal in `folder`."""
+    starts = _starts(todo)
+    whole = any(is_adapter(Path(resolve(path))) for own in starts.values() for path in own.values())
+    if whole:
+        console.say("rehearsal: with whole models, because one is an adapter on another")
+    shallow = cache(lambda path: path if whole else write_shallow(path, folder / f"model-{len(path)}-{hash(path)}"))
+    return {
+        step: options.model_copy(
+            update=_changes(step, options, ranks)
+            | {"output_dir": str(folder)}
+            | {name: shallow(path) for name, path in starts[step].items()}
+            | _made_before(step, options, todo, folder)
+        )
+        for step, options in todo.items()
+    }
+
+
+def _starts(todo: Mapping[int, Any]) -> dict[int, dict[str, str]]:
+    """The models that each stage starts from and no stage of `todo` makes, by option."""
+    folders = {"actor_model": ("actor", "model"), "model": ("model", "actor")}
+    return {
+        step: {
+            name: resolve_model_path(path, *folders.get(name, ("model", "critic")))
+            for name, path in load(step).inputs(options).items()
+            if not _is_made(path, options, todo) and (name != "critic_model" or options.critic_model is not None)
+        }
+        for step, options in todo.items()
+    }
+
+
+def _is_made(path: str, options: Any, todo: Mapping[int, Any]) -> bool:
+    makers = {STAGES[step].name: path for step in todo}
+    return planned_start(path, options.output_dir, makers) is not None
+
+
+def _made_before(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> dict[str, str]:
+    """The models that an earlier stage makes and an option names, in `folder`."""
+    paths = {name: path for name, path in load(step).inputs(options).items() if getattr(options, name) is not None}
+    output = Path(options.output_dir).resolve()
+    return {
+        name: str(folder / Path(path).resolve().relative_to(output))
+        for name, path in paths.items()
+        if _is_made(path, options, todo)
+    }
+
+
+def _changes(step: int, options: Any, ranks: int) -> dict[str, Any]:
+    """Options for two steps, with an evaluation, a checkpoint and an export after each."""
+    trackers = tuple(name for name in options.report_to if name.split(",")[0].endswith((*LOCAL_TRACKERS, ".py")))
+    changes: dict[str, Any] = {
+        "report_to": trackers,
+        "save_every": 1,
+        "export_every": options.export_every and 1,
+        "max_eval_rows": min(options.max_eval_rows, max(EVAL_ROWS, ranks)),
+        "overwrite": False,
+    }
+    if step < 3:
+        rows = STEPS * options.batch_size
+        return changes | {"max_train_rows": rows, "num_train_epochs": 1, "eval_every": "1"}
+    return changes | {
+        "max_train_rows": options.batch_size,
+        "total_episodes": STEPS * options.batch_size,
+        "critic_warmup_iterations": min(options.critic_warmup_iterations, STEPS - 1),
+        "eval_every": 1,
+        "eval_samples": min(options.eval_samples, max(EVAL_ROWS, ranks)),
+    }
+
+
+def write_shallow(path: str, folder: Path) -> str:
+    """Write a model with the tokenizer and the config of the model at `path`, but few layers and random weights."""
+    config = with_layers(load_config(path), LAYERS)
+    names = config.architectures or ["AutoModelForCausalLM"]
+    model_class: Any = getattr(transformers, names[0], transformers.AutoModelForCausalLM)
+    build = getattr(model_class, "from_config", None) or model_class._from_config
+    build(config, dtype=config.dtype).save_pretrained(folder)
+    load_tokenizer(resolve(path)).save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,134 @@
+"""`--rehearse`: the run in small, in which what fails late fails before the run has started."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from rlhf.chain import rehearsal
+from rlhf.models.load import load_config
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.algorithms import ppo, rloo
+
+ROOT = Path(__file__).parents[3]
+COMMON: Any = {"data_path": ("demo,rows=400",), "chat_template": "human_assistant", "max_prompt_length": 24}
+
+
+def todo_of(output: Path) -> dict[int, Any]:
+    shared = {**COMMON, "output_dir": str(output), "batch_size": 8}
+    return {
+        1: SFTConfig(model="demo-llama", **shared, num_train_epochs=3, overwrite=True),
+        2: RewardConfig(model=f"{output}/step1_sft", **shared, export_every=50, report_to=("wandb", "tensorboard")),
+        3: ppo.Config(**shared, total_episodes=800, critic_warmup_iterations=9, reward_model="demo-llama"),
+    }
+
+
+def test_each_stage_has_two_steps_in_the_folder_of_the_rehearsal(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    first, second, third = rehearsal.in_small(todo_of(tmp_path / "out"), folder, ranks=1).values()
+    assert {options.output_dir for options in (first, second, third)} == {str(folder)}
+    assert (first.max_train_rows, first.batch_size, first.num_train_epochs, first.overwrite) == (16, 8, 1, False)
+    assert (first.eval_every, first.save_every, first.export_every) == ("1", 1, None)
+    assert second.model == str(folder / "step1_sft")  # which the rehearsal makes
+    assert (second.export_every, second.report_to) == (1, ("tensorboard",))
+    assert (third.total_episodes, third.critic_warmup_iterations, third.eval_every) == (16, 1, 1)
+    assert third.actor_model is None and third.critic_model is None  # as in the run
+    assert first.model == third.reward_model and Path(first.model).parent == folder
+
+
+def test_the_models_are_those_of_the_run_but_shallow(tmp_path: Path) -> None:
+    whole = load_config("demo-llama")
+    path = rehearsal.write_shallow("demo-llama", tmp_path / "shallow")
+    small = AutoConfig.from_pretrained(path)
+    changed = {name for name, value in whole.to_dict().items() if small.to_dict().get(name) != value}
+    assert changed <= {"num_hidden_layers", "architectures", "dtype", "transformers_version", "_name_or_path"}
+    assert small.num_hidden_layers == 2 < whole.num_hidden_layers or whole.num_hidden_layers == 2
+    assert len(AutoTokenizer.from_pretrained(path)) == whole.vocab_size
+
+
+def test_adapters_keep_the_models_that_they_were_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rehearsal, "is_adapter", lambda path: True)
+    todo = {3: rloo.Config(**COMMON, output_dir=str(tmp_path), actor_model="demo-llama", reward=("length",))}
+    assert rehearsal.in_small(todo, tmp_path / "small", ranks=1)[3].actor_model == "demo-llama"
+    assert "with whole models, because one is an adapter" in capsys.readouterr().out
+
+
+LATE = """
+calls = 0
+
+def score(prompts, responses):
+    global calls
+    calls += 1
+    if calls > 1:  # the first call is the evaluation before training
+        FAULT
+    return [float(len(response)) for response in responses]
+"""
+ALGORITHM = """
+from step3_ppo.algorithms import rloo
+
+class Config(rloo.Config):
+    pass
+
+class Mine(rloo.RLOO):
+    def FAULT
+
+def build(config):
+    return Mine(config)
+"""
+FAULTS = {
+    "a reward that fails in training": ("reward", LATE.replace("FAULT", "raise KeyError('score')")),
+    "a reward with a score too few": ("reward", LATE.replace("FAULT", "responses = responses[1:]")),
+    "a reward that is not finite": ("reward", LATE.replace("FAULT", "return [float('nan')] * len(responses)")),
+    "a reward of another type": ("reward", LATE.replace("FAULT", "return 'good'")),
+    "a reward that ends the process": ("reward", LATE.replace("FAULT", "import os; os._exit(0)")),
+    "a judge that fails": ("judge", LATE.replace("FAULT", "raise KeyError('score')")),
+    "a judge with a score too many": ("judge", LATE.replace("FAULT", "return [0.0] * (len(responses) + 1)")),
+    "credit that is no credit": ("algorithm", ALGORITHM.replace("FAULT", "credit(self, rollout, iteration): return 1")),
+    "a loss without a gradient": (
+        "algorithm",
+        ALGORITHM.replace(
+            "FAULT",
+            "policy_loss(self, logprobs, rollout, credit, count, iteration): return logprobs.detach().sum(), {}",
+        ),
+    ),
+    "a loss that fails": (
+        "algorithm",
+        ALGORITHM.replace(
+            "FAULT", "policy_loss(self, logprobs, rollout, credit, count, iteration): raise KeyError('x')"
+        ),
+    ),
+}
+
+
+def rehearsed(folder: Path, kind: str, text: str) -> "subprocess.CompletedProcess[str]":
+    """Step 3 with a rehearsal and a user's file that has a fault."""
+    (folder / "mine.py").write_text(text)
+    word = "mine.py" if kind == "algorithm" else "mine.py:score"
+    words = ["--ppo.algorithm", "rloo", "--ppo.reward", "length", f"--ppo.{kind}", word]
+    words += ["--steps", "3", "--ppo.actor-model", "demo-llama", "--data-path", "demo,rows=600", "--rehearse"]
+    words += ["--ppo.batch-size", "16", "--ppo.total-episodes", "1024", "--output-dir", "out", "--no-torch-compile"]
+    command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/demo.yaml"), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def require_found(folder: Path, kind: str, text: str) -> None:
+    ended = rehearsed(folder, kind, text)
+    assert ended.returncode != 0, ended.stdout
+    assert "rehearsal: step3_ppo failed" in ended.stdout and "now the run" not in ended.stdout
+    assert not (folder / "out").exists(), "something is left of the rehearsal"
+
+
+def test_a_fault_in_training_is_found_before_the_run(tmp_path: Path) -> None:
+    require_found(tmp_path, *FAULTS["a reward with a score too few"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_found_before_the_run(name: str, tmp_path: Path) -> None:
+    require_found(tmp_path, *FAULTS[name])
