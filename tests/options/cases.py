@@ -110,9 +110,7 @@ BY_SAFETY: dict[str, Any] = {"reward": (f"1.5*{SCORES}:score", "0.7*learned", "0
 
 OPTIMIZER: Table = {
     "learning_rate": [0.011],
-    "lr_scheduler_type": ["constant_with_warmup", "cosine", alone("constant"), alone("inverse_sqrt")],
-    "lr_power": [alone(1.7, lr_scheduler_type="polynomial")],
-    "warmup_steps": [alone(2)],
+    "lr_scheduler_type": ["constant_with_warmup", "cosine"],
     "warmup_ratio": [0.5],
     "adam_beta1": [0.5],
     "adam_beta2": [0.6],
@@ -128,8 +126,14 @@ BATCHES: Table = {
     "num_train_epochs": [3],
     "max_train_rows": [10],
     "max_eval_rows": [2],
-    "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", num_train_epochs=3)],
 }
+SCHEDULES: Table = {
+    "lr_scheduler_type": [*OPTIMIZER["lr_scheduler_type"], alone("constant"), alone("inverse_sqrt")],
+    "lr_power": [alone(1.7, lr_scheduler_type="polynomial")],
+    "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", num_train_epochs=3)],
+    "warmup_steps": [alone(2)],
+}
+"""of the engine, which is one for all stages: step 1 has their cases"""
 PTX: dict[str, Any] = {"ptx_coef": 0.6, "ptx_batch_size": 6, "ptx_data_path": ("{folder}/other.jsonl",)}
 WATCHED: dict[str, Any] = {
     "eval_every": 1,
@@ -139,7 +143,6 @@ WATCHED: dict[str, Any] = {
     "total_episodes": 48,
 }
 STEP3: Table = {
-    "lr_num_cycles": [alone(2, lr_scheduler_type="cosine_with_restarts", total_episodes=24)],
     "critic_learning_rate": [0.013],
     "eval_samples": [2],
     "batch_size": [4],
@@ -178,19 +181,11 @@ STEP3: Table = {
     "max_train_rows": [8],
     **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},
 }
-CLIPPED: Table = {
-    "cliprange": [0.05],
-    "cliprange_high": [0.3],
-    "loss_aggregation": ["sequence", "constant"],
-    "tis_cap": [0.6],
-}
-
-
-def kl(target: float, **context: Any) -> Table:
-    """`target` is near the KL of the last iteration but one: e times further away, all targets steer alike."""
-    steered = alone(target, **({"total_episodes": 24} | context))
-    return {"kl_coef": [0.6], "kl_target": [steered]}
-
+CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3], "loss_aggregation": ["sequence"], "tis_cap": [0.6]}
+KL: Table = {"kl_coef": [0.6]}
+STEERED: Table = {"kl_target": [alone(0.6, total_episodes=24)]}
+"""near the KL of the last iteration but one: e times further away, all targets steer alike. One controller steers
+every algorithm: PPO has its case."""
 
 GAE: Table = {"gamma": [0.4], "lam": [0.3], "lam_value": [0.55], "whiten_advantages": [False]}
 GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
@@ -204,18 +199,18 @@ def watched(metric: str, **context: Any) -> Table:
 
 
 TABLES: dict[str, Table] = {
-    "step1_sft": OPTIMIZER | BATCHES | watched("eval_perplexity")
+    "step1_sft": OPTIMIZER | SCHEDULES | BATCHES | watched("eval_perplexity")
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
     | {"centering": [0.5], "batch_tokens": [72], "label_smoothing": [0.3]}
     | {"head_learning_rate": [0.013]}
     | {"token_coef": [alone(0.7, micro_batch_size=2)], "objective": [alone("every_token")]},
-    "ppo": OPTIMIZER | STEP3 | kl(0.6) | CLIPPED | GAE
-    | {"cliprange_value": [0.04]},
-    "a2c": kl(0.9) | GAE | {"whiten_advantages": [True]},
-    "reinforce": kl(2.3, total_episodes=32) | CLIPPED | {"gamma": [0.4]},
-    "rloo": kl(0.9) | CLIPPED | GROUPED | {"whiten_advantages": [True]},
-    "grpo": kl(1.15, num_ppo_epochs=1) | CLIPPED | GROUPED
+    "ppo": OPTIMIZER | STEP3 | KL | STEERED | CLIPPED | GAE
+    | {"cliprange_value": [0.04], "loss_aggregation": ["sequence", "constant"]},
+    "a2c": KL | GAE | {"whiten_advantages": [True]},
+    "reinforce": KL | CLIPPED | {"gamma": [0.4]},
+    "rloo": KL | CLIPPED | GROUPED | {"whiten_advantages": [True]},
+    "grpo": KL | CLIPPED | GROUPED
     | {"kl_estimator": ["k2"], "scale_rewards": [False], "importance_sampling_level": ["sequence"]},
     "best_of_n": GROUPED,
 }  # fmt: skip

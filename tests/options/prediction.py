@@ -70,8 +70,6 @@ def ptx_rows(config: Any, o: dict[str, Any]) -> list[Ids]:
 
 
 def wrong_values(base: Any, value: Any) -> list[Any]:
-    """What the option would be if it were ignored, doubled, halved or ten times as large."""
-    wrong = [base]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        wrong += [2 * value, value // 2 if isinstance(value, int) else value / 2, 10 * value]
-    return [each for i, each in enumerate(wrong) if each != value and each not in wrong[:i]]
+    """What the option would be if it were ignored or doubled."""
+    doubled = isinstance(value, int | float) and not isinstance(value, bool) and 2 * value not in (base, value)
+    return [base, 2 * value] if doubled else [base]
