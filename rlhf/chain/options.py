@@ -1,5 +1,6 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,12 @@ def chain_config(argv: list[str]) -> type[ChainConfig]:
         from step3_ppo import algorithms  # imported here because it imports torch
 
     algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
-    options = algorithms.options(algorithm)
+    return _with_section(algorithms.options(algorithm), algorithm)
+
+
+@functools.cache
+def _with_section(options: type[Step3Config], algorithm: str) -> type[ChainConfig]:
+    """Made once: for every class pydantic searches the sources of all callers, 0.013 s in a program, more in a test."""
     described = Field(
         options(algorithm=algorithm), description="step 3, PPO; an option that is not set here is as at the top"
     )

@@ -1,5 +1,7 @@
 """One YAML file of options, read without trust: plain values only, no key twice, no aliases without end. Torch-free."""
 
+import copy
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -50,13 +52,19 @@ def _values(node: Any, counts: dict[int, float]) -> float:
     return counts[id(node)]
 
 
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """A chain reads each of its files several times, and PyYAML's parser is in Python."""
+    return yaml.load(text, _Loader) or {}
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """One YAML mapping. Keys may be written with hyphens.
 
     Raises: UserError with the path, and the line of a syntax mistake.
     """
     try:
-        values = yaml.load(config_file(path).read_text(encoding="utf-8"), _Loader) or {}
+        values = copy.deepcopy(_parsed(config_file(path).read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror}); expected a YAML file") from None
     except RecursionError:
