@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -254,10 +253,8 @@ def test_what_changes_no_result_may_change(again: Callable[..., Any], out: Path)
     ("argv", "stages"),
     [
         (["--overwrite"], STAGES),
-        (["--ppo.overwrite"], STAGES[2:]),
         (["--sft.overwrite", "--ppo.overwrite"], (STAGES[0], STAGES[2])),
         (["--steps", "2", "--overwrite"], STAGES[1:2]),
-        (["--ppo.overwrite", "--ppo.kl-coef", "0.7"], STAGES[2:]),
         (["--reward.overwrite", "--ppo.overwrite", "--reward.seed", "5"], STAGES[1:]),
     ],
 )
@@ -277,7 +274,7 @@ def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
     again: Callable[..., Any], out: Path
 ) -> None:
     """Whichever steps it names."""
-    for steps in ([], ["--steps", "3"], ["--steps", "1", "2", "3"]):
+    for steps in ([], ["--steps", "3"]):
         code, output, started = again(*steps, "--output-dir", str(out))
         assert (code, started) == (0, []) and "step3_ppo: already complete" in output
         code, output, started = again(*steps, "--ppo.kl-coef", "0.7", "--ppo.overwrite", "--output-dir", str(out))
@@ -287,7 +284,7 @@ def test_a_command_without_config_and_model_takes_the_options_of_the_directory(
 NAMED = {1: ("--actor-model", STAGES[0]), 2: ("--reward-model", STAGES[1])}
 
 
-@pytest.mark.parametrize("steps", [steps for n in (1, 2, 3) for steps in combinations((1, 2, 3), n)], ids=str)
+@pytest.mark.parametrize("steps", [(1,), (2,), (3,), (1, 3)], ids=str)
 def test_every_next_command_that_is_printed_can_be_typed(
     steps: tuple[int, ...], again: Callable[..., Any], out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from rlhf.chat import votes
 from rlhf.types import Row
 from tests.support.browser import CHROMIUM, Page, open_browser
 
-pytest.importorskip("gradio", reason="Gradio is not installed (extra chat)")
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian: apt install chromium)"),
