@@ -200,7 +200,7 @@ def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Pat
     assert train(sharded, 2) == pytest.approx(losses_at_once, abs=1e-5)
 
 
-@each
+@pytest.mark.parametrize("method", [marked_long(method, QUICK) for method in METHODS])
 def test_a_reward_model_is_saved_and_scores_the_same(method: str, tmp_path: Path) -> None:
     backbone = wrapped(method, tiny.backbone("qwen2", num_hidden_layers=1))
     model = ScalarModel(backbone, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))

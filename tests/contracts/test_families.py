@@ -29,6 +29,7 @@ from rlhf.models.trunk import PolicyRole, ScalarRole, Trunk
 from rlhf.shipped import CONFIGS
 from rlhf.types import Sequences
 from tests.support import families, tiny
+from tests.support.choice import marked_long
 
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 PAGE = CONFIGS.parent / "docs/models.md"
@@ -68,7 +69,14 @@ def trained(model: Any, loss: Any, steps: int = 2) -> tuple[Engine, list[float]]
     return engine, [engine.step([ROWS], lambda rows: loss(engine, rows))["loss"] for _ in range(steps)]
 
 
-@pytest.mark.parametrize("family", sorted(families.ALL.keys() - IN_DETAIL))
+QUICK = {
+    "cohere2", "deepseek_v3", "falcon", "gemma3_text", "glm4", "gpt_bigcode", "gpt_oss", "mpt", "phi3", "qwen3_moe",
+}  # fmt: skip
+"""one of each kind of layer: windows, latent attention, one key for all heads, no rotary positions, products in one,
+experts"""
+
+
+@pytest.mark.parametrize("family", [marked_long(name, QUICK) for name in sorted(families.ALL.keys() - IN_DETAIL)])
 def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     path = saved(family, tmp_path)
     lm = load_causal_lm(path, torch.float32, tiny.VOCAB)
@@ -112,9 +120,7 @@ SHARED_QUICK = {"gpt_oss", "bloom"}
 """experts; no rotary positions. The others share a trunk in make test-long, and three in test_trunk.py"""
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in SHARED_QUICK else pytest.mark.long) for name in families.ALL]
-)
+@pytest.mark.parametrize("family", [marked_long(name, SHARED_QUICK) for name in families.ALL])
 def test_roles_on_one_trunk_do_not_see_each_other(family: str, tmp_path: Path) -> None:
     """A policy computes what plain transformers does, also after a pass of a reward model whose adapter is trained."""
     assert table()[family]["shares"]

@@ -26,11 +26,10 @@ TEXT_AND_PLACES = {
     "chat_template", "chat_template_kwargs", "algorithm", "add_tokens", "extend_tokenizer",
 }  # fmt: skip
 """which rows and which model; every algorithm has its own table"""
-TESTED_ELSEWHERE = {
-    "data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length", "truncate", "max_dropped",
-    "skip_bad_rows", "max_bad_steps", "dropout",
-}  # fmt: skip
-"""test_data_options.py, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
+OF_THE_ROWS = {"data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length"}
+"""every run has values of its own for them, and trains on the rows that they choose"""
+TESTED_ELSEWHERE = {"truncate", "max_dropped", "skip_bad_rows", "max_bad_steps", "dropout"}
+"""tests/data/build/, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
 HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
 """how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
 REPORTED = {"export_rollouts"}
@@ -65,7 +64,7 @@ def test_every_option_has_a_case() -> None:
     classes = (cases.config_class(name if name not in ALGORITHMS else "step3_ppo", name) for name in cases.TABLES)
     free = frozenset().union(*(options.declared("FREE") for options in classes))
     exempt = free - {"max_bad_steps", "abort_kl", "abort_kl_iterations", *SPEED_ALONE}
-    exempt = exempt | TEXT_AND_PLACES | TESTED_ELSEWHERE | HELD | REPORTED
+    exempt = exempt | TEXT_AND_PLACES | OF_THE_ROWS | TESTED_ELSEWHERE | HELD | REPORTED
     of_all = set.intersection(*map(fields, ALGORITHMS))
     for name, table in cases.TABLES.items():
         read_below = (of_all | set(cases.STEERED) if name in ALGORITHMS[1:] else set()) | (

@@ -11,17 +11,17 @@ from tests.options.prediction import reinforcement
 
 STEADY: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0}
 EXPLODING: dict[str, Any] = {**STEADY, "learning_rate": 1e30}
-CASES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("step1_sft", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step"),
-    ("step2_reward", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step"),
-    ("step3_ppo", "ppo", {"num_ppo_epochs": 9}, "actor step"),
-    ("step3_ppo", "ppo", {"num_ppo_epochs": 9, "critic_learning_rate": 1e30, "learning_rate": 1e-4}, "critic step"),
-    ("step3_ppo", "ppo", {"num_ppo_epochs": 1, "total_episodes": 64}, "iteration"),
+CASES: list[tuple[str, str, dict[str, Any], str, int]] = [
+    ("step1_sft", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step", 2),
+    ("step1_sft", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step", 4),
+    ("step2_reward", "", {"num_train_epochs": 4, "eval_every": "4epochs"}, "step", 4),
+    ("step3_ppo", "ppo", {"num_ppo_epochs": 9}, "actor step", 2),
+    ("step3_ppo", "ppo", {"num_ppo_epochs": 9, "critic_learning_rate": 1e30, "learning_rate": 1e-4}, "critic step", 4),
+    ("step3_ppo", "ppo", {"num_ppo_epochs": 1, "total_episodes": 64}, "iteration", 2),
 ]
 
 
-@pytest.mark.parametrize("limit", [2, 4])
-@pytest.mark.parametrize(("stage", "algorithm", "changes", "title"), CASES)
+@pytest.mark.parametrize(("stage", "algorithm", "changes", "title", "limit"), CASES)
 def test_max_bad_steps(
     stage: str, algorithm: str, changes: dict[str, Any], title: str, limit: int, folder: Path
 ) -> None:
@@ -56,8 +56,8 @@ def test_a_kl_at_its_threshold(option: str, epochs: int, folder: Path) -> None:
     assert [len(steps) for steps in kls] == [4, at, 4]
 
 
-@pytest.mark.parametrize("stage", ["step1_sft", "step2_reward"])
-def test_another_seed_is_another_order(stage: str, folder: Path) -> None:
+def test_another_seed_is_another_order(folder: Path) -> None:
+    stage = "step1_sft"
     orders = [
         [[row for micro in micros for row in micro] for _, micros in harness.run(stage, config).batches]
         for config in (cases.config_of(folder, stage, seed=seed) for seed in (3, 3, 4))

@@ -44,9 +44,12 @@ def test_only_what_the_algorithm_refuses_is_left_out(
     assert all(str(STORIES) in line for line in warnings)
 
 
-@pytest.mark.parametrize("algorithm", NAMES)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_serves_every_algorithm(recipe: Path, algorithm: str) -> None:
+PAIRS = sorted({*((path, NAMES[i % len(NAMES)]) for i, path in enumerate(RECIPES)), *((STORIES, n) for n in NAMES)})
+"""every recipe with some algorithm, and every algorithm with the recipe of most options"""
+
+
+@pytest.mark.parametrize(("recipe", "algorithm"), PAIRS, ids=lambda value: getattr(value, "stem", value))
+def test_a_recipe_serves_another_algorithm(recipe: Path, algorithm: str) -> None:
     words = ("--actor-model", "gpt2", "--reward-model", "gpt2", "--data-path", "pairs.jsonl")
     assert chain("--config", str(recipe), "--ppo.algorithm", algorithm, *words).ppo.algorithm == algorithm
 

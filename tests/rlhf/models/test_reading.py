@@ -1,5 +1,6 @@
 """Where a reward model is read: the oracle is transformers' classifier on `apply_chat_template` of the dialogue."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -105,9 +106,14 @@ def rollout(template: Template, ended: bool = True, end: int | None = None) -> S
 # --- made elsewhere
 
 
-@pytest.mark.parametrize("values", [{}, {"pad_token_id": None}, {"pad": "</s>"}])
-@pytest.mark.parametrize("rstrip", [False, True])
-@pytest.mark.parametrize("template", TEMPLATES)
+PADDING: list[dict[str, Any]] = [{}, {"pad_token_id": None}, {"pad": "</s>"}]
+FRAMES = list(itertools.product(TEMPLATES, (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("template", "rstrip", "values"),
+    [(*frame, PADDING[(i + i // len(TEMPLATES)) % len(PADDING)]) for i, frame in enumerate(FRAMES)],
+)
 def test_a_model_from_elsewhere_is_read_where_transformers_reads_it(
     template: str, rstrip: bool, values: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -93,7 +93,10 @@ ENDS: dict[str, tuple[Any, str, Callable[..., bool], bool]] = {
 }
 
 
-@pytest.mark.parametrize("point", ENDS)
+RARE = ("the model half written", "before the manifest")
+
+
+@pytest.mark.parametrize("point", [pytest.param(p, marks=pytest.mark.faults if p in RARE else ()) for p in ENDS])
 def test_a_process_that_dies_at_the_end_is_finished_or_not(
     point: str, here: Path, whole: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,7 +221,6 @@ def standing(changes: dict[str, Any], data: str = "one") -> str:
 def test_what_changes_no_result_changes_freely(
     interrupted: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert standing({}) == "interrupted"
     assert standing({name: FREE[name]}) == "interrupted" and capsys.readouterr().out == ""
 
 
@@ -240,11 +242,15 @@ def test_what_changes_the_result_is_refused_unless_asked_for(
         standing(changes)
     message = f"{name} was {as_json(getattr(OPTIONS, name))!r}, now {as_json(REFUSED[name])!r}"
     assert message in str(caught.value) and str(interrupted) in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="total_episodes was 32, now 64"):  # what would pass alone is shown beside it
-        standing(changes | {"total_episodes": 64})
     assert standing(changes | {"allow_config_change": True}) == "interrupted"
     assert message in capsys.readouterr().out
-    assert standing(changes | {"overwrite": True}) == "new"
+
+
+def test_what_would_pass_alone_is_shown_beside_what_is_refused(interrupted: Path) -> None:
+    assert standing({}) == "interrupted"
+    with pytest.raises(UserError, match="total_episodes was 32, now 64"):
+        standing({"seed": 5, "total_episodes": 64})
+    assert standing({"seed": 5, "overwrite": True}) == "new"
 
 
 @pytest.mark.parametrize("model", ["actor", "critic", "reference", "reward_models"])

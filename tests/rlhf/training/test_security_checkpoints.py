@@ -71,8 +71,11 @@ def test_strays_in_a_checkpoint_are_ignored(stage: Path, ran: Path, capsys: pyte
     assert f"{folder}: ignored" in (output := capsys.readouterr().out) and "rng.pkl" in output
 
 
-@pytest.mark.parametrize("kind", payloads.WRITERS)
-@pytest.mark.parametrize("name", [*FILES, manifests.MANIFEST])
+PAYLOADS = [*((WEIGHTS, kind) for kind in payloads.WRITERS), *((name, "a plain pickle") for name in FILES[1:])]
+"""every kind, and every file"""
+
+
+@pytest.mark.parametrize(("name", "kind"), [*PAYLOADS, (manifests.MANIFEST, "a plain pickle")])
 def test_a_file_that_became_a_pickle_is_not_read(
     stage: Path, ran: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,8 +85,7 @@ def test_a_file_that_became_a_pickle_is_not_read(
     assert name in capsys.readouterr().out and not ran.exists()
 
 
-@pytest.mark.parametrize("kind", payloads.WRITERS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "kind"), PAYLOADS)
 def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: Path, name: str, kind: str) -> None:
     """Who can write there can write the manifest too: sha256 tells accidents, and the formats keep code out."""
     folder = folder_of(stage)
