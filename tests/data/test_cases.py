@@ -6,7 +6,6 @@ They are invented rows and tiny random models; the folder's README.md says what 
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ import pytest
 
 from data.preview import command as preview
 from rlhf import errors
+from tests.support import forked
 
 CASES = Path(os.environ.get("RLHF_CASES", Path(__file__).parents[3] / "shared/cases"))
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.skipif(not CASES.is_dir(), reason="no folder of cases (RLHF_CASES)")
 
@@ -42,7 +41,8 @@ REFUSED = {
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cases") / "cases"
     shutil.copytree(CASES, folder)
-    subprocess.run([sys.executable, "make_models.py"], cwd=folder, check=True, capture_output=True)
+    done = forked.python("make_models.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -69,10 +69,7 @@ def test_what_is_refused(cases: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def run(cases: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rlhf", *words], cwd=cases, check=False, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RLHF_CACHE": str(cases / "cache"), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = forked.python("-m", "rlhf", *words, cwd=cases)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -85,17 +82,7 @@ def test_a_reward_model_from_elsewhere(cases: Path) -> None:
 def test_ends_of_a_list(cases: Path) -> None:
     length = ("--response-length", "16", "--output", "evaluated")
     shutil.copytree(cases / "models/glm-ends", cases / "models/same")
-    run(
-        cases,
-        "evaluate",
-        "--policies",
-        "models/glm-ends",
-        "models/same",
-        "--prompts",
-        "prompts.jsonl",
-        "--reward",
-        "eos",
-        *length,
-    )
+    policies = ("--policies", "models/glm-ends", "models/same")
+    run(cases, "evaluate", *policies, "--prompts", "prompts.jsonl", "--reward", "eos", *length)
     results = json.loads((cases / "evaluated/results.json").read_text())
     assert {(policy["response_length"], policy["ended"]) for policy in results["policies"]} == {(1.0, 1.0)}

@@ -47,7 +47,7 @@ def engine_of(path: Path, options: dict[str, Any]) -> Engine:
 def trained(
     folder: Path, family: str, options: dict[str, Any], generating: bool = False, begun: Path | None = None
 ) -> dict[str, Any]:
-    """Three steps and a checkpoint; a new engine goes on from it, or from that of another run; three more steps.
+    """HALF the steps and a checkpoint; a new engine goes on from it, or from that of another run; the rest.
 
     With an average of the weights. Without `begun` nothing is interrupted.
     """

@@ -202,7 +202,7 @@ def rest(engine: Engine, folder: Path) -> None:
     for batch in engine_runs.batches()[resuming.HALF :]:
         engine_runs.step(engine, batch, 3)
     again = folder / f"again with {collectives.world_size()}"
-    assert checkpoints.save(again, 6, resuming.state_of(engine), resuming.ABOUT, 2) is None
+    assert checkpoints.save(again, engine_runs.STEPS, resuming.state_of(engine), resuming.ABOUT, 2) is None
 
 
 def two_ranks(folder: Path) -> dict[str, Any]:
