@@ -118,6 +118,7 @@ def test_ratios_without_amx_are_those_of_the_results(name: str) -> None:
     assert medians in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.long  # make docs builds it too
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed; make docs installs it")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(CONFIG), "-d", str(tmp_path)]

@@ -21,6 +21,7 @@ from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING
 from step3_ppo import stage
 from tests.step3_ppo.test_stage import models, options
+from tests.support.choice import marked_long
 from tests.support.demo import SMALL
 from tests.support.tiny import causal_lm
 
@@ -84,7 +85,11 @@ def test_the_families_are_those_of_the_page() -> None:
     assert {row[0].strip("`") for row in rows if row[head.index("compiles")] == "yes"} == FAMILIES
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/shapes").glob("*.yaml")), ids=lambda path: path.stem)
+SHAPES = sorted((ROOT / "configs/shapes").glob("*.yaml"))
+QUICK = [path for path in SHAPES if path.stem in ("bloom", "gpt2", "llama-3", "opt")]
+
+
+@pytest.mark.parametrize("path", [marked_long(path, QUICK) for path in SHAPES], ids=lambda path: path.stem)
 def test_weights_are_about_those_of_the_model(path: Path) -> None:
     shapes = yaml.safe_load(path.read_text(encoding="utf-8"))
     smallest, *_ = shapes["models"].values()
