@@ -133,7 +133,7 @@ def sweep(options: Options, results: Results) -> None:
 def profile(options: Options, results: Results) -> None:
     """The kernels of decode steps, of scoring and of the update: tables beside the numbers, in gpu-profile.txt."""
     from step3_ppo import rollout, stage
-    from step3_ppo.global_rollout import CreditedRollout
+    from step3_ppo.update import CreditedRollout
 
     texts: list[str] = []
     with opened(options) as iterations:

@@ -20,13 +20,11 @@ from rlhf.text.prompt_file import format_prompt
 from rlhf.types import Credit, Metrics, SampledRollout, Samples, ScoredRollout
 from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import STAGE, Step3Config
-from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.kl import KLController
 from step3_ppo.metrics import Clock
 from step3_ppo.ptx import Ptx
-from step3_ppo.rollout import Scorer, generate, nonfinite, prompts_and_uniforms, score
-from step3_ppo.scaling import ScoreScaling
-from step3_ppo.update import Trained, update
+from step3_ppo.rollout import Scorer, ScoreScaling, generate, nonfinite, prompts_and_uniforms, score
+from step3_ppo.update import CreditedRollout, Trained, gather, update
 
 
 @dataclass(frozen=True, slots=True)

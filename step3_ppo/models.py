@@ -25,8 +25,7 @@ from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner
 from step3_ppo.plan import reward_model_paths
 from step3_ppo.ptx import Ptx
-from step3_ppo.rollout import Reference, Scorer
-from step3_ppo.scaling import ScoreScaling
+from step3_ppo.rollout import Reference, Scorer, ScoreScaling
 from step3_ppo.schedule import iterations
 from step3_ppo.trunk import open_roles
 

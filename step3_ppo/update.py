@@ -1,4 +1,8 @@
-"""The second half of an iteration: epochs of minibatches on actor and critic."""
+"""The second half of an iteration: epochs of minibatches on actor and critic.
+
+Each rank samples and scores its own prompts. What an optimizer step learns from must not depend on how many ranks there
+are, so the minibatches are drawn from the rollout of all ranks, and each is then dealt to the ranks.
+"""
 
 import math
 from collections import defaultdict
@@ -8,16 +12,68 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
+from rlhf.errors import UserError
 from rlhf.maths import losses, ops
 from rlhf.models.policy import ActorCritic, Learns
 from rlhf.models.scalar import state_values
-from rlhf.types import Metrics, Sequences, length_groups
+from rlhf.types import Credit, Metrics, ScoredRollout, Sequences, TensorRecord, length_groups
 from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import UpdateOptions
-from step3_ppo.global_rollout import CreditedRollout, deal
 from step3_ppo.ptx import Ptx
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedRollout(TensorRecord):
+    """A rollout, or some rows of it, with the credit of its tokens."""
+
+    rollout: ScoredRollout
+    credit: Credit
+
+    def trimmed(self) -> "CreditedRollout":
+        """Without the columns that are padding in every row."""
+        rollout = self.rollout.trimmed()
+        return CreditedRollout(rollout, self.credit.cut(rollout.mask.shape[1]))
+
+    def widened(self, prompt: int, response: int) -> "CreditedRollout":
+        """With padding up to P = `prompt` on the left and T = `response` on the right."""
+        return CreditedRollout(self.rollout.widened(prompt, response), self.credit.widened(response))
+
+
+def gather(credited: CreditedRollout, indices: list[int], group: int) -> tuple[CreditedRollout, list[int]]:
+    """The rollout of all ranks with its credit, and the indices of its prompts, in the order of one process.
+
+    Prompts are dealt to the ranks one by one (`data.batches.Batches`); `group` neighbouring rows are the responses to
+    one prompt. All ranks call this together.
+    Raises: UserError, on every rank, if an algorithm has selected no rows, or not equally many on each.
+    """
+    shares, indices_of_ranks = zip(*collectives.gather_shares((credited, indices)), strict=True)
+    counts = [len(share) for share in shares]
+    if counts != [max(counts[0], 1)] * len(counts):
+        raise UserError(
+            f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
+            "expected as many on every rank, and at least one"
+        )
+    if len(shares) == 1:
+        return credited, indices
+    prompt = max(share.rollout.prompt_ids.shape[1] for share in shares)
+    response = max(share.rollout.response_ids.shape[1] for share in shares)
+    order = torch.arange(len(shares) * len(credited)).view(len(shares), -1, group).transpose(0, 1).flatten()
+    joined = CreditedRollout.concatenated([share.widened(prompt, response) for share in shares])
+    joined_indices = [index for indices in indices_of_ranks for index in indices]
+    return joined[order], [joined_indices[i] for i in order.tolist()]
+
+
+def deal(rows: Tensor, lengths: Tensor) -> Tensor:
+    """This rank's rows of a minibatch: every rank gets equally many rows, and about as many tokens.
+
+    rows [b] row numbers in the whole rollout, lengths [B] tokens of its rows.
+    """
+    return rows[lengths[rows].argsort(descending=True, stable=True)][
+        collectives.data_rank() :: collectives.data_world_size()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from rlhf.models.policy import Policy
 from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
-from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.learner import append_selected
+from step3_ppo.update import CreditedRollout, gather
 from tests.support import tiny
 from tests.support.players import first, language_model, on_stage, players, twice_each
 

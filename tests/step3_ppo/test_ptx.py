@@ -21,10 +21,9 @@ from rlhf.models.policy import Policy
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo.config import Step3Config
-from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.inputs import describe_ptx, open_ptx
 from step3_ppo.ptx import Ptx
-from step3_ppo.update import Trained, update
+from step3_ppo.update import CreditedRollout, Trained, update
 from tests.support import tiny
 from tests.support.players import Players, demonstrations, first, language_model, players, twice_each
 

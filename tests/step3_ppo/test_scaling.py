@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from step3_ppo.config import Step3Config
-from step3_ppo.scaling import ScoreScaling
+from step3_ppo.rollout import ScoreScaling
 from tests.support import tiny
 from tests.support.players import count_of_words, on_course, players, scored_by
 

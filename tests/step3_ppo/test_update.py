@@ -17,9 +17,8 @@ from rlhf.models.policy import Policy
 from rlhf.rewards import Sources, WeightedSource
 from rlhf.types import Credit, Samples, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.global_rollout import CreditedRollout
 from step3_ppo.rollout import Reference, generate, per_token
-from step3_ppo.update import Trained, _means, update
+from step3_ppo.update import CreditedRollout, Trained, _means, update
 from tests.support import engine_runs, tiny
 from tests.support.players import (
     PROMPTS,

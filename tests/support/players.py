@@ -23,15 +23,13 @@ from rlhf.rewards import Source, Sources, WeightedSource
 from rlhf.types import Credit, Metrics, Prompts, SampledRollout, Samples, ScoredRollout
 from step3_ppo import algorithms, stage
 from step3_ppo.algorithms import Iteration
-from step3_ppo.global_rollout import CreditedRollout, gather
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner, selected_file
 from step3_ppo.ptx import Ptx
-from step3_ppo.rollout import Reference, Scorer, generate, score
-from step3_ppo.scaling import ScoreScaling
+from step3_ppo.rollout import Reference, Scorer, ScoreScaling, generate, score
 from step3_ppo.schedule import Schedule
 from step3_ppo.trunk import ACTOR, CRITIC, REFERENCE, Roles
-from step3_ppo.update import Trained, update
+from step3_ppo.update import CreditedRollout, Trained, gather, update
 from tests.support import tiny
 
 SMALL: dict[str, Any] = {
