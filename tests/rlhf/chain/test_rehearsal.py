@@ -110,7 +110,7 @@ def rehearsed(folder: Path, kind: str, text: str) -> "subprocess.CompletedProces
     """Step 3 with a rehearsal and a user's file that has a fault."""
     (folder / "mine.py").write_text(text)
     word = "mine.py" if kind == "algorithm" else "mine.py:score"
-    words = ["--ppo.algorithm", "rloo", "--ppo.reward", "length", f"--ppo.{kind}", word]
+    words = ["--ppo.algorithm", "rloo", "--ppo.reward", "length,target=8", f"--ppo.{kind}", word]
     words += ["--steps", "3", "--ppo.actor-model", "demo-llama", "--data-path", "demo,rows=600", "--rehearse"]
     words += ["--ppo.batch-size", "16", "--ppo.total-episodes", "1024", "--output-dir", "out", "--no-torch-compile"]
     command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/demo.yaml"), *words]
