@@ -75,7 +75,6 @@ format: $(INSTALLED)  ## mend the style
 bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, into benchmarks/results/: 40 minutes
 	$(PY) -m benchmarks.peers
 	$(foreach name,$(BENCHMARKS),$(PY) -m benchmarks.$(name) $(ARGS) &&) true
-	$(PY) -m benchmarks.scaling
 	$(PY) -m benchmarks.data
 
 gpu: $(INSTALLED)  ## what only a GPU can answer, into build/gpu/, at most 2 minutes a part

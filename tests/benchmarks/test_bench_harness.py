@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, scaling, sft
+from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, sft
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options
 from rlhf.errors import UserError
 
@@ -136,14 +136,12 @@ def test_only_default_options_write_the_file_of_the_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(outcome, "RESULTS", tmp_path)
-    scaled = {"name": "scaling"}
-    for options in (sft.Options(rows=8), sft.Options(only=(OURS,)), scaling.Options(parts=("ranks", "ranks"))):
+    for options in (sft.Options(rows=8), sft.Options(only=(OURS,))):
         outcome.save({"name": "sft"}, options)
         assert "not written" in capsys.readouterr().out and not list(tmp_path.iterdir())
     outcome.save({"name": "sft"}, sft.Options(data="elsewhere.jsonl.gz"))
-    outcome.save(scaled, scaling.Options())
     outcome.save({"name": "sft"}, sft.Options(rows=8, output=str(tmp_path / "rows-8.json")))
-    assert {path.name for path in tmp_path.iterdir()} == {"sft.json", "scaling.json", "rows-8.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"sft.json", "rows-8.json"}
 
 
 def test_the_page_has_the_commands_of_the_results() -> None:
@@ -184,17 +182,6 @@ def test_work_by_hand() -> None:
     assert work.forward(5, 2, 9) == 2 * 10 * 5 + 2 * 100 * 2 + 4 * 4 * 9
     assert work.training(5, 2, 9) == 3 * work.forward(5, 2, 9)
     assert work.decoding_bytes(cached=7, width=2) == 2 * (10 + 100 + 6 * 7)
-
-
-def test_the_exponent_of_a_power_law() -> None:
-    xs = [1.0, 2.0, 4.0, 8.0]
-    assert scaling.exponent(xs, [3 * x**1.5 for x in xs]) == pytest.approx(1.5)
-
-
-@pytest.mark.parametrize(("stage", "times"), [(0, 2), (1, 3), (2, 3), (3, 2)])
-def test_bytes_sent_in_a_step_by_hand(stage: int, times: int) -> None:
-    assert scaling.bytes_sent(stage, 1000, 4) == times * 0.75 * 4000
-    assert scaling.bytes_sent(stage, 1000, 1) == 0
 
 
 def test_results_state_the_goals_of_today() -> None:
