@@ -12,6 +12,7 @@ GOALS: dict[str, tuple[Goal, Goal]] = {
     "reward": ((5.0, 6.5), (4.2, 4.8)),
     "ppo": ((3.0, 4.0), (2.3, 3.0)),
     "rollout": ((3.5, 5.0), (3.0, 4.0)),
+    "rollout beside vLLM": ((0.9, 1.2), (0.9, 1.2)),
     "sft beside padded with LoRA": ((3.0, 5.0), (3.0, 4.0)),
     "sft beside packed with LoRA": ((3.0, 5.0), (3.0, 4.0)),
     "reward with LoRA": ((3.0, 5.0), (3.0, 4.0)),

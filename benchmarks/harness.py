@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -45,6 +46,10 @@ class Options(parser.Config):
     """threads of each contender"""
     repeats: int = Field(3, ge=1)
     """turns of each contender, without the warm-up"""
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    """dtype of both sides"""
+    torch_compile: bool = True
+    """ours: compile the layers, and a decode step as one graph, before the measurement"""
     only: tuple[str, ...] = ()
     """contenders to run; none: all"""
     output: str | None = None
@@ -100,10 +105,23 @@ def memory_bytes(name: str) -> int:
     return int(lines[name].split()[0]) * 1024
 
 
-def run_contender(contenders: Mapping[str, Callable[[dict[str, Any], WorkerPipe], None]], argv: Sequence[str]) -> int:
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a contender runs, and where."""
+
+    run: Callable[[dict[str, Any], WorkerPipe], None]
+    """its work, with the settings that both sides get"""
+    release: str | None = None
+    """of TRL, if it imports TRL"""
+    python: Path = Path(sys.executable)
+    """a contender without its interpreter is left out"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """of its environment"""
+
+
+def run_contender(programs: Mapping[str, Program], argv: Sequence[str]) -> int:
     """Run one contender. argv: its name, and the file of its settings."""
-    pipe = WorkerPipe()
-    contenders[argv[0]](json.loads(Path(argv[1]).read_text(encoding="utf-8")), pipe)
+    programs[argv[0]].run(json.loads(Path(argv[1]).read_text(encoding="utf-8")), WorkerPipe())
     return 0
 
 
@@ -169,34 +187,38 @@ def thread_variables(threads: int) -> dict[str, str]:
     return {**dict.fromkeys(names, str(threads)), **quiet, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 
-def select_contenders(versions: Mapping[str, str | None], options: Options) -> dict[str, Mapping[str, str]]:
-    """The environment variables of the contenders of `--only`, or of all; always with the machine.
+def select_contenders(programs: Mapping[str, Program], options: Options) -> dict[str, Program]:
+    """The contenders of `--only`, or all that can run here; always with the machine.
 
-    versions: name -> the release of TRL that it imports, which is installed if it is selected; None for no peer
-    Raises: UserError for an unknown name, or if TRL cannot be installed.
+    Raises: UserError for an unknown name.
     """
-    unknown = [name for name in options.only if name not in versions]
+    known = {name: program for name, program in programs.items() if program.python.exists()}
+    unknown = [name for name in options.only if name not in known]
     if unknown:
-        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(map(repr, versions))}")
-    return {
-        name: {} if version is None else peers.environment(version)
-        for name, version in versions.items()
-        if not options.only or name in (*options.only, MACHINE)
-    }
+        raise UserError(f"--only {unknown[0]}: expected some of {', '.join(map(repr, known))}")
+    return {name: program for name, program in known.items() if not options.only or name in (*options.only, MACHINE)}
 
 
 @contextlib.contextmanager
 def start_contenders(
-    module: str, envs: Mapping[str, Mapping[str, str]], settings: dict[str, Any], threads: int, folder: Path
+    module: str, programs: Mapping[str, Program], settings: dict[str, Any], threads: int, folder: Path
 ) -> Iterator[dict[str, Contender]]:
-    """Start a contender of `module` for each of `envs` (name -> environment variables), one after the other."""
+    """Start the contenders of `module` one after the other.
+
+    Raises: UserError if a release of TRL cannot be installed, or if a contender ends.
+    """
+    peer_variables = {
+        name: {} if program.release is None else peers.environment(program.release)
+        for name, program in programs.items()
+    }
     path = folder / "settings.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     running: dict[str, Contender] = {}
     try:
-        for name, env in envs.items():
-            command = [sys.executable, "-m", module, "--contender", name, str(path)]
-            running[name] = Contender(name, command, {**thread_variables(threads), **env}, folder)
+        for name, program in programs.items():
+            command = [str(program.python), "-m", module, "--contender", name, str(path)]
+            variables = {**thread_variables(threads), **peer_variables[name], **program.variables}
+            running[name] = Contender(name, command, variables, folder)
             print(f"{name}: ready in {running[name].start['start_up_s']:.1f} s", flush=True)
         yield running
     finally:

@@ -99,6 +99,11 @@ def demonstrations(dataset: Any) -> list[dict[str, list[int]]]:
     return examples
 
 
+def pairs(dataset: Any) -> list[dict[str, list[int]]]:
+    """The ids of both sides of every pair."""
+    return [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in dataset[:]]
+
+
 def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
     """A directory with the model and a random head of one label: the critic and reward model of both sides."""
     import torch

@@ -23,12 +23,14 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from benchmarks.harness import ROOT, memory_bytes
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
-ROOT = Path(__file__).parents[1]
+RETURNING = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+"""the environment in which glibc returns freed blocks at once"""
 TARGET = 0.15
 """maximal relative error of the plan"""
 STAGE = "step1_sft"
@@ -93,12 +95,17 @@ def measure(setting: dict[str, Any], processes: int, malloc: str) -> dict[str, A
     }
 
 
+def write_model(path: Path) -> list[str]:
+    """Describe the model with the demo's tokenizer in a YAML file; the words of the tokenizer."""
+    demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
+    path.write_text(yaml.safe_dump({"model": SHAPE, "tokenizer": demo["tokenizer"]}), encoding="utf-8")
+    words: list[str] = demo["tokenizer"]["words"]
+    return words
+
+
 def write_inputs(folder: Path, setting: dict[str, Any]) -> Any:
     """The model, the rows and the config of a run in `folder`; the config."""
-    demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
-    words = demo["tokenizer"]["words"]
-    model = {"model": SHAPE, "tokenizer": demo["tokenizer"]}
-    (folder / "model.yaml").write_text(yaml.safe_dump(model), encoding="utf-8")
+    words = write_model(folder / "model.yaml")
     rows = [
         {"prompt": f"tell me about {a} {b}", "response": f"{a} " * LENGTH} for a in words[11:31] for b in words[31:]
     ]
@@ -128,8 +135,10 @@ def write_inputs(folder: Path, setting: dict[str, Any]) -> Any:
 
 def run_stage(folder: Path, processes: int, malloc: str) -> None:
     """Run all ranks of the stage. Each writes its marks into `folder`."""
-    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    returning = {"MALLOC_MMAP_THRESHOLD_": "131072"} if malloc == "returning" else {}
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = str(listening.getsockname()[1])
+    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    returning = RETURNING if malloc == "returning" else {}
     command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", str(folder)]
     ranks = []
     for rank in range(processes):
@@ -141,20 +150,20 @@ def run_stage(folder: Path, processes: int, malloc: str) -> None:
             raise UserError(f"{STAGE} ended with {process.returncode}: {stderr.decode()[-2000:]}")
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+def forecast_on_cpu(workload: Any, processes: int) -> Any:
+    """The plan of a stage on this CPU."""
+    from rlhf.plan.devices import PlanOptions
+    from rlhf.plan.forecast import forecast
+    from rlhf.plan.machine import describe_machine
+
+    return forecast(workload, describe_machine(PlanOptions(device="cpu", devices=processes), processes))
 
 
 def predict(options: Any, processes: int) -> dict[str, Any]:
     """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
-    from rlhf.plan.devices import PlanOptions
-    from rlhf.plan.forecast import forecast
-    from rlhf.plan.machine import describe_machine
     from step1_sft import plan
 
-    machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)
-    stage_forecast = forecast(plan.workload(options, "cpu", {}), machine)
+    stage_forecast = forecast_on_cpu(plan.workload(options, "cpu", {}), processes)
     moments = {moment.name: round(moment.bytes.total) for moment in stage_forecast.moments}
     return {
         "predicted": round(stage_forecast.peak),
@@ -172,21 +181,20 @@ class _PeakLog:
 
     def mark(self, name: str) -> None:
         """Record the peak since the last mark under the name of the period that ends now, and reset the peak."""
-        self._marks.append({"name": name, **self._read_memory()})
+        self._marks.append(self._memory(name))
         Path("/proc/self/clear_refs").write_text("5")
 
     def _write_continuously(self) -> None:
         # The last period has no mark at its end.
         while True:
-            written = [*self._marks, {"name": "save", **self._read_memory()}]
+            written = [*self._marks, self._memory("save")]
             self._path.with_suffix(".tmp").write_text(json.dumps(written))
             self._path.with_suffix(".tmp").replace(self._path)
             threading.Event().wait(0.1)
 
     @staticmethod
-    def _read_memory() -> dict[str, int]:
-        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        return {"peak": int(lines["VmHWM"].split()[0]) * 1024, "now": int(lines["VmRSS"].split()[0]) * 1024}
+    def _memory(name: str) -> dict[str, Any]:
+        return {"name": name, "peak": memory_bytes("VmHWM"), "now": memory_bytes("VmRSS")}
 
 
 def rank(folder: str) -> None:

@@ -14,19 +14,16 @@ layers (before the measurement). With --lora R both sides train adapters of acto
 
 import contextlib
 import itertools
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
-from benchmarks import harness, inputs, limits, outcome, peers, sft
-from benchmarks.goals import goal
-from benchmarks.harness import MACHINE, OURS, WorkerPipe
+from benchmarks import comparison, harness, inputs, limits, outcome, peers, trl_trainers
+from benchmarks.comparison import Comparison
+from benchmarks.harness import MACHINE, OURS, Program, WorkerPipe
 from rlhf import errors
-from rlhf.config import parser
 
 PEER = "TRL"
 PARTS = ("generate", "score", "update", "record")
@@ -36,7 +33,7 @@ UNLIMITED = 10**4
 """iterations: a contender works until no more work is requested"""
 
 
-class Options(harness.Options):
+class Options(comparison.TrainingOptions):
     """What to measure."""
 
     repeats: int = Field(4, ge=1)
@@ -49,49 +46,32 @@ class Options(harness.Options):
     """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
     """maximal tokens of a prompt"""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """dtype of both sides"""
-    torch_compile: bool = True
-    """ours: compile the layers, before the measurement"""
     rescore: bool = True
     """ours: as of step 3"""
-    lora: int | None = Field(None, ge=1)
-    """rank of LoRA on all linear layers of actor and critic, alpha twice the rank; none: all weights are trained"""
 
 
-def settings(options: Options, folder: Path) -> dict[str, Any]:
-    """The settings of the contenders: our options, and for TRL the prompts of every iteration in our order."""
+STAGE_OPTIONS = (
+    "batch_size", "micro_batch_size", "response_length", "max_prompt_length", "dtype", "torch_compile", "rescore",
+)  # fmt: skip
+
+
+def prepare(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
+    """(the settings of the contenders, the prompts of every iteration): our options, and our order for TRL."""
     scalar = inputs.scalar_model(options, folder)
-    stage_options = {
-        name: getattr(options, name)
-        for name in (
-            "batch_size",
-            "micro_batch_size",
-            "response_length",
-            "max_prompt_length",
-            "dtype",
-            "torch_compile",
-            "rescore",
-        )
-    }
+    stage_options: dict[str, Any] = {name: getattr(options, name) for name in STAGE_OPTIONS}
     stage_options |= {"actor_model": options.model, "reward_model": scalar, "critic_model": scalar}
     stage_options |= {"num_ppo_epochs": 1, "num_mini_batches": 1, "total_episodes": UNLIMITED * options.batch_size}
-    stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "adapter": sft.adapter(options.lora)}
+    stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "adapter": comparison.adapter(options.lora)}
     count = options.batch_size * (options.repeats + 1)
     stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
     from step3_ppo.schedule import Schedule
 
     schedule = Schedule(count, _config(stage), _config(stage).seed)
     order = [indices for _, indices in itertools.islice(schedule, options.repeats + 1)]
-    return {
-        "stage": stage,
-        "model": options.model,
-        "scalar": scalar,
-        "folder": str(folder),
-        "dtype": options.dtype,
-        "prompts": [[list(data.train[i].ids) for i in indices] for indices in order],
-        **{name: getattr(options, name) for name in ("batch_size", "response_length", "lora")},
-    }
+    prompts = [[list(data.train[i].ids) for i in indices] for indices in order]
+    settings = {"stage": stage, "model": options.model, "scalar": scalar, "folder": str(folder), "prompts": prompts}
+    names = ("dtype", "batch_size", "response_length", "lora")
+    return settings | {name: getattr(options, name) for name in names}, prompts
 
 
 def _config(stage: dict[str, Any]) -> Any:
@@ -137,15 +117,13 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """TRL's PPOTrainer. Its data loader waits for requests: the trainer takes a batch when an iteration is over."""
     import torch
 
-    from benchmarks import trl_ppo
-
     pipe.mark_baseline()
     trainer, tokenizer = ppo_trainer(settings)
-    config = trl_ppo.batches(settings["prompts"], tokenizer.pad_token_id)
+    batches = trl_trainers.prompt_batches(settings["prompts"], tokenizer.pad_token_id)
 
     def paced() -> Iterator[dict[str, torch.Tensor]]:
         pipe.ready()
-        for batch in itertools.cycle(config):
+        for batch in itertools.cycle(batches):
             if not pipe.next_request():
                 raise StopTraining
             start = harness.clock()
@@ -158,56 +136,29 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
 
 def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
-    """(PPOTrainer, tokenizer). All computation is in the dtype of the weights; a batch is one device batch."""
-    import torch
-    from datasets import Dataset
+    """(PPOTrainer, tokenizer). All computation is in the dtype of the weights."""
     from peft import inject_adapter_in_model
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    from transformers import AutoTokenizer
+    from trl.experimental.ppo import PPOTrainer
 
-    dtype = torch.bfloat16 if s["dtype"] == "bf16" else torch.float32
     tokenizer = AutoTokenizer.from_pretrained(s["scalar"], padding_side="left")
-    # With an adapter the reference is the policy with its adapter off, on both sides.
-    policy, reference = (
-        AutoModelForCausalLM.from_pretrained(s["model"], dtype=dtype) if needed else None
-        for needed in (True, s["lora"] is None)
-    )
-    value, reward = (
-        AutoModelForSequenceClassification.from_pretrained(s["scalar"], dtype=dtype, num_labels=1) for _ in range(2)
-    )
+    models = trl_trainers.ppo_models(s["model"], s["scalar"], trl_trainers.weights_dtype(s), s["lora"])
     if s["lora"] is not None:  # the trainer wraps the policy only
-        inject_adapter_in_model(sft.peft_config(s["lora"], "SEQ_CLS"), value)
+        value = models["value_model"]
+        inject_adapter_in_model(trl_trainers.peft_config(s["lora"], "SEQ_CLS"), value)
         for name, weight in value.named_parameters():
             weight.requires_grad_("lora_" in name or name == "score.weight")
-    rows = Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])
-    arguments = PPOConfig(
-        output_dir=f"{s['folder']}/trl",
-        total_episodes=s["batch_size"] * UNLIMITED,
-        per_device_train_batch_size=s["batch_size"],
-        gradient_accumulation_steps=1,
-        local_rollout_forward_batch_size=s["batch_size"],
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        response_length=s["response_length"],
-        temperature=1.0,
-        learning_rate=1e-6,
-        lr_scheduler_type="constant",
-        num_sample_generations=0,
-        gradient_checkpointing=False,
-        bf16=False,  # no effect in PPOTrainer, which has its own Accelerator; the weights determine the dtype
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    arguments = trl_trainers.ppo_config(
+        s, output_dir=f"{s['folder']}/trl", total_episodes=s["batch_size"] * UNLIMITED,
+        local_rollout_forward_batch_size=s["batch_size"], num_mini_batches=1, num_ppo_epochs=1, temperature=1.0,
+        learning_rate=1e-6, lr_scheduler_type="constant",
+    )  # fmt: skip
+    rows = trl_trainers.prompt_rows(s["prompts"])
     trainer = PPOTrainer(
-        args=arguments, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
-        value_model=value, train_dataset=rows, eval_dataset=rows, peft_config=sft.peft_config(s["lora"], "CAUSAL_LM"),
+        args=arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=rows,
+        peft_config=trl_trainers.peft_config(s["lora"], "CAUSAL_LM"), **models,
     )  # fmt: skip
     return trainer, tokenizer
-
-
-CONTENDERS = {OURS: ours, PEER: trl, MACHINE: limits.contender}
 
 
 def needed_flop(options: Options, prompts: list[list[int]]) -> float:
@@ -219,51 +170,24 @@ def needed_flop(options: Options, prompts: list[list[int]]) -> float:
     return work.training(sum(lengths), predicted, pairs, adapter) + work.training(sum(lengths), 0, pairs, adapter)
 
 
-def part_seconds(rows: harness.Rows) -> dict[str, Any]:
-    """Seconds of the parts of our iterations."""
-    return {name: outcome.spread([row[name] for row in rows[OURS]["all"]]) for name in PARTS if OURS in rows}
+def report(options: Options, rows: harness.Rows, prompts: list[list[list[int]]]) -> dict[str, Any]:
+    """Seconds of the parts of our iterations, and our update's share of the peak. prompts: warm-up first"""
+    seconds, shares = {}, {}
+    if OURS in rows:
+        seconds = {name: outcome.spread([row[name] for row in rows[OURS]["all"]]) for name in PARTS}
+        gflop = [needed_flop(options, each) / 1e9 for each in prompts[1:]]
+        share = comparison.peak_share(rows, OURS, gflop, options.dtype, "update")
+        shares[f"update, share of the {options.dtype} peak, {OURS}"] = share
+        print("ours, of an iteration: " + ", ".join(f"{name} {s['median']:.2f} s" for name, s in seconds.items()))
+    size = {"prompt_tokens_of_iterations": [sum(map(len, each)) for each in prompts]}
+    return {"set": size, "seconds_of_parts": seconds, "shares": shares}
 
 
-def shares(rows: harness.Rows, options: Options, prompts: list[list[list[int]]]) -> dict[str, Any]:
-    """Our update's share of the matrix-product peak of the same turn. prompts: of each iteration, warm-up first"""
-    if OURS not in rows:
-        return {}
-    work = [needed_flop(options, each) / 1e9 for each in prompts[1:]]
-    turns = zip(work, rows[OURS]["all"], rows[MACHINE]["all"], strict=True)
-    values = [gflop / row["update"] / machine[f"{options.dtype}_gflops"] for gflop, row, machine in turns]
-    least, aim = goal("training, share of the peak")
-    return {f"update, share of the {options.dtype} peak, {OURS}": outcome.share(values, least, aim)}
-
-
-def measure(options: Options) -> dict[str, Any]:
-    """All measurements, as written to the JSON file."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = settings(options, folder)
-        envs = harness.select_contenders({OURS: None, PEER: peers.PPO, MACHINE: None}, options)
-        with harness.start_contenders("benchmarks.ppo", envs, config, options.threads, folder) as contenders:
-            rows = harness.alternate(contenders, options.repeats)
-            return outcome.results(
-                "ppo" if options.lora is None else "ppo_lora", options, contenders, rows, "episodes",
-                peer=f"TRL {peers.PPO}",
-                set={"prompt_tokens_of_iterations": [sum(map(len, each)) for each in config["prompts"]]},
-                seconds_of_parts=part_seconds(rows),
-                ratios=outcome.ratios(rows, "episodes", {(PEER, "all"): goal("ppo", options.lora)}),
-                shares=shares(rows, options, config["prompts"]),
-                limits=outcome.limits(rows),
-            )  # fmt: skip
-
-
-def main() -> int:
-    if sys.argv[1:2] == ["--contender"]:
-        return harness.run_contender(CONTENDERS, sys.argv[2:])
-    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.ppo", "Iterations of PPO here and in TRL.")
-    result = measure(options)
-    outcome.write(result, options)
-    parts_text = ", ".join(f"{name} {s['median']:.2f} s" for name, s in result["seconds_of_parts"].items())
-    print(f"ours, of an iteration: {parts_text}")
-    return 0
-
+COMPARISON = Comparison(
+    "ppo", "Iterations of PPO here and in TRL.", Options, "episodes", f"TRL {peers.PPO}",
+    programs={OURS: Program(ours), PEER: Program(trl, peers.PPO), MACHINE: Program(limits.contender)},
+    goals={PEER: "ppo"}, prepare=prepare, report=report,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(errors.run_as_user(main))
+    raise SystemExit(errors.run_as_user(COMPARISON.main))

@@ -155,7 +155,7 @@ def run_trl(options: Options, seed: int) -> None:
         return
     if not trained:
         disk.write_text(folder / "settings.json", json.dumps(settings))
-        command = [sys.executable, "benchmarks/trl_ppo.py", str((folder / "settings.json").resolve())]
+        command = [sys.executable, "-m", "benchmarks.trl_ppo", str((folder / "settings.json").resolve())]
         run(command, peers.environment(peers.PPO))
     trl_judging.judge(ppo, plan, folder, dtype)
 

@@ -9,23 +9,30 @@ is the time of a decode step. Its lower bound is the time in which the machine, 
 weight and the cache of real tokens once.
 
 Differences: ours also returns the log-prob of every sampled token, and has a separate random stream for each response.
+
+vLLM is a third contender where `make test-vllm` has made its environment. It compiles its layers, has no cache of
+earlier prompts, and returns log-probs as ours does.
 """
 
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
 from benchmarks import harness, inputs, limits, outcome
+from benchmarks.comparison import Comparison
 from benchmarks.goals import goal
-from benchmarks.harness import MACHINE, OURS, WARM_UP, WorkerPipe
+from benchmarks.harness import MACHINE, OURS, WARM_UP, Program, WorkerPipe
 from rlhf import errors
-from rlhf.config import parser
 
-PEER = "HF generate"
+PEER, ENGINE = "HF generate", "vLLM"
+ENGINE_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process that waits for others would take their time
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 NO_TOKEN = -1
 """an id that no token has: no response ends early"""
 
@@ -39,24 +46,15 @@ class Options(harness.Options):
     """new tokens of each response"""
     max_prompt_length: int = Field(128, ge=1)
     """maximal tokens of a prompt"""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """dtype of both sides"""
-    torch_compile: bool = True
-    """ours: compile the layers, and the decode step as one graph, before the measurement"""
 
 
-def settings(options: Options, folder: Path) -> dict[str, Any]:
-    """The settings of the contenders."""
+def prepare(options: Options, folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
+    """(the settings of the contenders, the prompts)."""
     more = {"max_prompt_length": options.max_prompt_length}
     _, data = inputs.first_rows(options, "ppo", max(options.prompts), folder, **more)
-    return {
-        "model": options.model,
-        "prompts": [list(item.ids) for item in data.train],
-        "sizes": options.prompts,
-        "response_length": options.response_length,
-        "dtype": options.dtype,
-        "torch_compile": options.torch_compile,
-    }
+    prompts = [list(item.ids) for item in data.train]
+    names = ("model", "response_length", "dtype", "torch_compile")
+    return {"prompts": prompts, "sizes": options.prompts, **{name: getattr(options, name) for name in names}}, prompts
 
 
 def padded(rows: list[list[int]], pad: int) -> tuple[Any, Any]:
@@ -123,6 +121,29 @@ def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     answer_requests(generate, settings, pipe)
 
 
+def engine(settings: dict[str, Any], pipe: WorkerPipe) -> None:
+    """vLLM's own sampling, with log-probs, as a trainer needs them."""
+    import vllm
+
+    pipe.mark_baseline()
+    model = vllm.LLM(
+        settings["model"],
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype={"bf16": "bfloat16", "fp32": "float32"}[settings["dtype"]],
+        max_model_len=max(map(len, settings["prompts"])) + settings["response_length"],
+        enable_prefix_caching=False,  # every turn has the same prompts
+        logprobs_mode="processed_logprobs",
+    )
+
+    def generate(rows: list[list[int]], length: int) -> int:
+        sampling = vllm.SamplingParams(ignore_eos=True, max_tokens=length, logprobs=0, detokenize=False)
+        outputs = model.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    answer_requests(generate, settings, pipe)
+
+
 def answer_requests(
     generate: Callable[[list[list[int]], int], int], settings: dict[str, Any], pipe: WorkerPipe
 ) -> None:
@@ -141,9 +162,6 @@ def answer_requests(
             first, seconds = first + first_end - start, seconds + harness.clock() - first_end
         assert tokens == sum(sizes_to_do) * length, f"{tokens} tokens, expected {sum(sizes_to_do) * length}"
         pipe.reply(seconds=seconds, tokens=tokens, first_s=first, step_ms=1e3 * (seconds - first) / (length - 1))
-
-
-CONTENDERS = {OURS: ours, PEER: hf, MACHINE: limits.contender}
 
 
 def work_name(size: int) -> str:
@@ -173,50 +191,33 @@ def shares(rows: harness.Rows, options: Options, prompts: list[list[int]]) -> di
     return shares_by_name
 
 
-def measure(options: Options) -> dict[str, Any]:
-    """All measurements, as written to the JSON file."""
-    works = [work_name(size) for size in options.prompts]
-    targets = {(PEER, work): goal("rollout") for work in works}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        contender_settings = settings(options, folder)
-        prompts = contender_settings["prompts"]
-        envs = harness.select_contenders({OURS: None, PEER: None, MACHINE: None}, options)
-        with harness.start_contenders(
-            "benchmarks.rollout", envs, contender_settings, options.threads, folder
-        ) as contenders:
-            rows = harness.alternate(contenders, options.repeats, works)
-            steps = {
-                who: {work: outcome.spread([row["step_ms"] for row in rows[who][work]]) for work in works}
-                for who in rows
-                if who != MACHINE
-            }
-            return outcome.results(
-                "rollout", options, contenders, rows, "tokens",
-                peer="transformers' generate",
-                ms_a_decode_step=steps,
-                set={
-                    "prompt_tokens": {work_name(size): sum(map(len, prompts[:size])) for size in options.prompts},
-                    "mb_a_step": {
-                        work_name(size): step_bytes(options, prompts[:size]) / 1e6 for size in options.prompts
-                    },
-                },
-                ratios=outcome.ratios(rows, "tokens", targets),
-                shares=shares(rows, options, prompts),
-                limits=outcome.limits(rows),
-            )  # fmt: skip
+def report(options: Options, rows: harness.Rows, prompts: list[list[int]]) -> dict[str, Any]:
+    """Milliseconds of a decode step, the size of the work, and shares of the memory bound."""
+    works = {work_name(size): prompts[:size] for size in options.prompts}
+    steps = {
+        who: {work: outcome.spread([row["step_ms"] for row in rows[who][work]]) for work in works}
+        for who in rows
+        if who != MACHINE
+    }
+    for who, of_works in steps.items():
+        print(f"{who}: " + ", ".join(f"{s['median']:.1f} ms a decode step ({work})" for work, s in of_works.items()))
+    size = {
+        "prompt_tokens": {work: sum(map(len, each)) for work, each in works.items()},
+        "mb_a_step": {work: step_bytes(options, each) / 1e6 for work, each in works.items()},
+    }
+    return {"ms_a_decode_step": steps, "set": size, "shares": shares(rows, options, prompts)}
 
 
-def main() -> int:
-    if sys.argv[1:2] == ["--contender"]:
-        return harness.run_contender(CONTENDERS, sys.argv[2:])
-    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.rollout", "Sampling here and in transformers.")
-    result = measure(options)
-    outcome.write(result, options)
-    for who, works in result["ms_a_decode_step"].items():
-        print(f"{who}: " + ", ".join(f"{s['median']:.1f} ms a decode step ({work})" for work, s in works.items()))
-    return 0
-
+COMPARISON = Comparison(
+    "rollout", "Sampling here and in transformers.", Options, "tokens", "transformers' generate",
+    programs={
+        OURS: Program(ours), PEER: Program(hf),
+        ENGINE: Program(engine, python=harness.ROOT / ".venv-vllm/bin/python", variables=ENGINE_VARIABLES),
+        MACHINE: Program(limits.contender),
+    },
+    goals={PEER: "rollout", ENGINE: "rollout beside vLLM"}, prepare=prepare, report=report,
+    works=lambda options: [work_name(size) for size in options.prompts],
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(errors.run_as_user(main))
+    raise SystemExit(errors.run_as_user(COMPARISON.main))

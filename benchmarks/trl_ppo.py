@@ -1,8 +1,7 @@
-"""TRL's half of benchmarks/ppo_quality.py: `python benchmarks/trl_ppo.py SETTINGS.json`, with TRL in PYTHONPATH.
+"""TRL's half of benchmarks/ppo_quality.py: `python -m benchmarks.trl_ppo SETTINGS.json`, with TRL 1.12 in PYTHONPATH.
 
-It imports nothing of this project: TRL 1.12 is the last release with PPO, and benchmarks/peers.py keeps it apart. The
-ids, score and KL of every response that PPOTrainer samples are recorded, one JSON line each. TRL's code is not changed.
-Its batches are given, so that both systems respond to the same prompts in the same order.
+The ids, score and KL of every response that PPOTrainer samples are recorded, one JSON line each. TRL's code is not
+changed. Its batches are given, so that both systems respond to the same prompts in the same order.
 """
 
 import contextlib
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from benchmarks import trl_trainers
 
 
 class Recorder:
@@ -63,81 +64,40 @@ class Recorder:
         return rows
 
 
-def batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, Tensor]]:
-    """The left-padded prompts of every iteration, each [B, P]."""
-    batches_of_prompts = []
-    for rows in prompts:
-        width = max(map(len, rows))
-        batches_of_prompts.append({"input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows])})
-    return batches_of_prompts
-
-
-def arguments(s: dict[str, Any], ppo_config: Any) -> Any:
-    """The PPOConfig. A batch is one device batch: PPOTrainer then takes one optimizer step per minibatch."""
-    return ppo_config(
-        output_dir=s["output_dir"],
-        seed=s["seed"],
-        total_episodes=s["batch_size"] * len(s["prompts"]),
-        per_device_train_batch_size=s["batch_size"],
-        gradient_accumulation_steps=1,
-        local_rollout_forward_batch_size=s["rollout_batch_size"],
-        num_mini_batches=s["num_mini_batches"],
-        num_ppo_epochs=s["num_ppo_epochs"],
-        response_length=s["response_length"],
-        temperature=s["temperature"],
-        stop_token="eos",
-        missing_eos_penalty=s["missing_eos_penalty"],
-        kl_coef=s["kl_coef"],
-        cliprange=s["cliprange"],
-        cliprange_value=s["cliprange_value"],
-        gamma=s["gamma"],
-        lam=s["lam"],
-        learning_rate=s["learning_rate"],
-        num_sample_generations=0,
-        gradient_checkpointing=False,
-        bf16=False,  # no effect in PPOTrainer, which has its own Accelerator
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        disable_tqdm=True,
-    )
+SHARED = (
+    "output_dir", "seed", "num_mini_batches", "num_ppo_epochs", "temperature", "missing_eos_penalty", "kl_coef",
+    "cliprange", "cliprange_value", "gamma", "lam", "learning_rate",
+)  # fmt: skip
+"""our options that PPOConfig has under the same names"""
 
 
 def trainer_of(s: dict[str, Any]) -> tuple[Any, Any]:
     """(PPOTrainer, tokenizer). The optimizer is AdamW with the learning rates of actor and critic, iteration by
     iteration. PPOTrainer does not clip gradients, and changes the rate only between iterations."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-    from trl.experimental.ppo import PPOConfig, ppo_trainer
+    from transformers import AutoTokenizer
+    from trl.experimental.ppo import ppo_trainer
 
     tokenizer = AutoTokenizer.from_pretrained(s["actor_model"], padding_side="left")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(s["actor_model"], dtype="float32") for _ in range(2))
-    value, reward = (
-        AutoModelForSequenceClassification.from_pretrained(s["reward_model"], dtype="float32", num_labels=1)
-        for _ in range(2)
-    )
-    recorder = Recorder(ppo_trainer, reward, tokenizer.pad_token_id)
+    models = trl_trainers.ppo_models(s["actor_model"], s["reward_model"], torch.float32)
+    recorder = Recorder(ppo_trainer, models["reward_model"], tokenizer.pad_token_id)
     groups = [
-        {"params": list(policy.parameters()), "lr": s["learning_rate"]},
-        {"params": list(value.parameters()), "lr": s["critic_learning_rate"]},
+        {"params": list(models["model"].parameters()), "lr": s["learning_rate"]},
+        {"params": list(models["value_model"].parameters()), "lr": s["critic_learning_rate"]},
     ]
     optimizer = torch.optim.AdamW(
         groups, betas=(s["adam_beta1"], s["adam_beta2"]), eps=s["adam_epsilon"], weight_decay=s["weight_decay"]
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [*s["learning_rate_factors"], 0.0].__getitem__)
+    arguments = trl_trainers.ppo_config(
+        s, **{name: s[name] for name in SHARED}, total_episodes=s["batch_size"] * len(s["prompts"]),
+        local_rollout_forward_batch_size=s["rollout_batch_size"], stop_token="eos", logging_steps=1,
+    )  # fmt: skip
+    rows = trl_trainers.prompt_rows(s["prompts"])
     trainer = recording(ppo_trainer.PPOTrainer, recorder, Path(s["output_dir"]))(
-        args=arguments(s, PPOConfig),
-        processing_class=tokenizer,
-        model=policy,
-        ref_model=reference,
-        reward_model=reward,
-        value_model=value,
-        train_dataset=(rows := Dataset.from_list([{"input_ids": ids} for part in s["prompts"] for ids in part])),
-        eval_dataset=rows,
-        optimizers=(optimizer, schedule),
-    )
-    trainer.dataloader = batches(s["prompts"], tokenizer.pad_token_id)
+        args=arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=rows,
+        optimizers=(optimizer, schedule), **models,
+    )  # fmt: skip
+    trainer.dataloader = trl_trainers.prompt_batches(s["prompts"], tokenizer.pad_token_id)
     return trainer, tokenizer
 
 
@@ -171,23 +131,21 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
+    import transformers
+    import trl
+
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     folder = Path(settings["output_dir"])
     for name in ("metrics.jsonl", "responses.jsonl"):
         (folder / name).unlink(missing_ok=True)
-    from transformers import set_seed
-
-    set_seed(settings["seed"])
+    transformers.set_seed(settings["seed"])
     trainer, tokenizer = trainer_of(settings)
     autocast = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
     with autocast if settings["dtype"] == "bf16" else contextlib.nullcontext():
         trainer.train()
     trainer.policy_model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    import transformers
-    import trl
-
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    versions = {library.__name__: library.__version__ for library in (trl, transformers, torch)}
     (folder / "versions.json").write_text(json.dumps(versions), encoding="utf-8")
     return 0
 

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import trl_trainers
+
 
 def main() -> None:
     import torch
@@ -30,7 +32,7 @@ def main() -> None:
         learning_rate=s["learning_rate"], adam_beta1=s["adam_beta1"], adam_beta2=s["adam_beta2"],
         adam_epsilon=s["adam_epsilon"], weight_decay=s["weight_decay"], max_grad_norm=s["max_grad_norm"],
         max_length=s["max_length"], bf16=True, use_cpu=True, dataloader_pin_memory=False, dataloader_drop_last=False,
-        gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True,
+        **trl_trainers.PLAIN,
     )  # fmt: skip
 
     class Scheduled(RewardTrainer):  # type: ignore[misc]

@@ -4,7 +4,6 @@ A Llama-shaped model of 135 million random weights (that of SmolLM2-135M), at th
 of 48 tokens to prompts of 128, one pass of one optimizer step of actor and critic. The contenders:
 
     full      four models, all weights of actor and critic trained
-    copies    four copies of the base model, each with an adapter
     trunk     four adapters on one base model
     one       one base model with one adapter: no critic or reward model, the reference is the adapter off
 
@@ -27,7 +26,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from benchmarks.memory import ROOT, SHAPE, hardware
+from benchmarks.harness import ROOT, memory_bytes
+from benchmarks.memory import RETURNING, SHAPE, forecast_on_cpu, hardware, write_model
 from rlhf import errors
 from rlhf.config import parser
 
@@ -40,7 +40,7 @@ NO_TOKEN = -1
 class Options(parser.Config):
     """What to measure, and where to write it."""
 
-    contenders: tuple[Literal["full", "copies", "trunk", "one"], ...] = ("full", "copies", "trunk", "one")
+    contenders: tuple[Literal["full", "trunk", "one"], ...] = ("full", "trunk", "one")
     """which to measure"""
     iterations: int = Field(3, ge=1)
     """iterations of each; the first is not timed"""
@@ -63,15 +63,13 @@ class Options(parser.Config):
 def write_models(folder: Path) -> None:
     """The base model, a reward model of its size, and adapters on the base as steps 1 and 2 save them."""
     import torch
-    import yaml
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from rlhf import adapters
     from rlhf.models import adapter_files
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
-    demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
-    (folder / "model.yaml").write_text(yaml.safe_dump({"model": SHAPE, "tokenizer": demo["tokenizer"]}))
+    write_model(folder / "model.yaml")
     tokenizer = prepare_tokenizer(load_tokenizer(str(folder / "model.yaml")), "human_assistant")
     config = AutoConfig.for_model(**SHAPE, pad_token_id=tokenizer.pad_token_id)
     one_label = AutoConfig.for_model(**SHAPE, pad_token_id=tokenizer.pad_token_id, num_labels=1)
@@ -95,22 +93,10 @@ def stage_config(contender: str, folder: Path, options: Options) -> Any:
 
     names = ("policy-adapter", "reward-adapter") if contender == "trunk" else ("base", "reward")
     policy, reward = (str(folder / name) for name in names)
-    fields = (
-        "batch_size",
-        "micro_batch_size",
-        "response_length",
-        "max_prompt_length",
-        "dtype",
-        "gradient_checkpointing",
-    )
-    settings: dict[str, Any] = {name: getattr(options, name) for name in fields}
+    settings = options.model_dump(exclude={"contenders", "iterations", "output"})
     settings |= {"total_episodes": options.batch_size * options.iterations, "num_ppo_epochs": 1, "num_mini_batches": 1}
-    settings |= {
-        "actor_model": policy,
-        "reward_model": reward,
-        "critic_model": reward,
-        "output_dir": str(folder / "run"),
-    }
+    settings |= {"actor_model": policy, "reward_model": reward, "critic_model": reward}
+    settings |= {"output_dir": str(folder / "run")}
     settings |= {"zero_stage": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_length": 512}
     settings |= {"adapter": None if contender == "full" else ADAPTER, "share_trunk": contender == "trunk"}
     if contender == "one":
@@ -140,8 +126,6 @@ def work(contender: str, folder: Path, options: Options) -> None:
     prompts: Any = [Prompt(tuple(row), Row((Message("user", "a"),))) for row in ids]
     with collectives.process_group(timeout_s=600):
         models = step3.set_up(config, tokenizer)
-        if contender == "copies":
-            models = _copies(models, config, folder)
         backend = generation.open_backend("loop", eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         models = replace(models, backend=backend)
         seconds = []
@@ -153,7 +137,7 @@ def work(contender: str, folder: Path, options: Options) -> None:
             seconds.append([now - before for now, before in zip(end, start, strict=True)])
             start = end
     wall, cpu = (round(min(kind), 2) for kind in zip(*(seconds[1:] or seconds), strict=True))
-    result = {"measured": _memory("VmHWM") - round(PROGRAM), "seconds": wall, "cpu_seconds": cpu}
+    result = {"measured": memory_bytes("VmHWM") - round(PROGRAM), "seconds": wall, "cpu_seconds": cpu}
     (folder / "result.json").write_text(json.dumps(result))
 
 
@@ -162,55 +146,20 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def _copies(models: Any, config: Any, folder: Path) -> Any:
-    """The models of step 3 with adapters on copies of the base model. The reference of `set_up` is the actor with its
-    adapter off, and its reward model has whole weights: both become copies with an adapter."""
-    import torch
-
-    from rlhf import adapters, rewards
-    from rlhf.config.options import FrozenOptions
-    from rlhf.engine.frozen import FrozenEngine
-    from rlhf.models.load import load_causal_lm
-    from rlhf.models.policy import Policy
-    from rlhf.models.scalar import load_scalar_model
-    from rlhf.text.encoder import id_count
-    from step3_ppo.rollout import Reference
-
-    dtype = models.context.dtype
-    ids = id_count(models.scorer.tokenizer)
-    lm = load_causal_lm(str(folder / "base"), dtype, ids)
-    reference = FrozenEngine(Policy(adapters.wrap(lm, ADAPTER)), FrozenOptions(zero_stage=0), dtype)
-    scalar = load_scalar_model(str(folder / "reward"), torch.bfloat16, ids)
-    adapters.wrap(scalar.backbone, ADAPTER)
-    sources = rewards.open_sources(config.reward, replace(models.context, loaded=scalar))
-    return replace(models, scorer=replace(models.scorer, reference=Reference(reference), sources=sources))
-
-
-def _memory(name: str) -> int:
-    """Bytes of this process, from /proc/self/status."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[name].split()[0]) * 1024
-
-
 def predict(contender: str, folder: Path, options: Options) -> int:
     """The plan's peak, in bytes."""
-    from rlhf.plan.devices import PlanOptions
-    from rlhf.plan.forecast import forecast
-    from rlhf.plan.machine import describe_machine
     from step3_ppo import plan
 
     workload = plan.workload(stage_config(contender, folder, options), "cpu", {"reward_model": ""})
-    return round(forecast(workload, describe_machine(PlanOptions(device="cpu", devices=1), 1)).peak)
+    return round(forecast_on_cpu(workload, 1).peak)
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """The runs as a Markdown table."""
     lines = ["| models | peak, GB | plan, GB | off | seconds an iteration | CPU seconds |", "|---|---|---|---|---|---|"]
     for name, run in runs.items():
-        plan = f"{run['predicted'] / 1e9:.2f} | {run['off']:+.1%}" if "predicted" in run else "- | -"
-        lines.append(
-            f"| {name} | {run['measured'] / 1e9:.2f} | {plan} | {run['seconds']:.1f} | {run['cpu_seconds']:.1f} |"
-        )
+        memory = f"{run['measured'] / 1e9:.2f} | {run['predicted'] / 1e9:.2f} | {run['off']:+.1%}"
+        lines.append(f"| {name} | {memory} | {run['seconds']:.1f} | {run['cpu_seconds']:.1f} |")
     return "\n".join(lines)
 
 
@@ -225,15 +174,9 @@ def main() -> int:
         write_models(folder)
         for contender in options.contenders:
             command = [sys.executable, "-m", "benchmarks.trunk", "--worker", contender, name, options.model_dump_json()]
-            env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}
-            subprocess.run(command, env=env, cwd=ROOT, check=True)
-            runs[contender] = json.loads((folder / "result.json").read_text())
-            if contender != "copies":  # the product has no such run
-                predicted = predict(contender, folder, options)
-                runs[contender] |= {
-                    "predicted": predicted,
-                    "off": round(predicted / runs[contender]["measured"] - 1, 4),
-                }
+            subprocess.run(command, env=os.environ | RETURNING, cwd=ROOT, check=True)
+            run, predicted = json.loads((folder / "result.json").read_text()), predict(contender, folder, options)
+            runs[contender] = run | {"predicted": predicted, "off": round(predicted / run["measured"] - 1, 4)}
             print(table({contender: runs[contender]}).splitlines()[-1], flush=True)
     if "trunk" in runs:
         for run in runs.values():

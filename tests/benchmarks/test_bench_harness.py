@@ -5,14 +5,15 @@ import graphlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, sft
-from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options
+from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, rollout, sft
+from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options, Program
 from rlhf.errors import UserError
 
 FAKE = """
@@ -31,6 +32,9 @@ while (work := wire.next_request()):
         file.write(f"{sys.argv[2]} {work}\\n")
     wire.reply(seconds=float(sys.argv[3]), tokens=100)
 """
+
+
+NOTHING = Program(lambda settings, pipe: None)
 
 
 def contender(name: str, folder: Path, seconds: float = 1.0) -> Contender:
@@ -117,19 +121,62 @@ def test_paths_of_this_machine_are_not_written(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_known_contenders_are_chosen() -> None:
-    versions = {OURS: None, "peer": None, MACHINE: None}
-    assert list(harness.select_contenders(versions, Options(only=("peer",)))) == ["peer", MACHINE]
-    assert list(harness.select_contenders(versions, Options())) == [OURS, "peer", MACHINE]
+    programs = dict.fromkeys((OURS, "peer", MACHINE), NOTHING)
+    programs["vLLM"] = Program(NOTHING.run, python=Path("no/such/python"))
+    assert list(harness.select_contenders(programs, Options(only=("peer",)))) == ["peer", MACHINE]
+    assert list(harness.select_contenders(programs, Options())) == [OURS, "peer", MACHINE]
     with pytest.raises(UserError, match="--only others: expected some of 'ours', 'peer', 'machine'"):
-        harness.select_contenders(versions, Options(only=("others",)))
+        harness.select_contenders(programs, Options(only=("others",)))
 
 
-def test_only_a_chosen_peer_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed: list[str] = []
-    monkeypatch.setattr(peers, "install_trl", lambda version: installed.append(version) or Path(version))
-    versions = {OURS: None, "peer": "1.2.3", MACHINE: None}
-    assert harness.select_contenders(versions, Options(only=(OURS,))) == {OURS: {}, MACHINE: {}} and not installed
-    assert harness.select_contenders(versions, Options())["peer"]["PYTHONPATH"].startswith("1.2.3")
+def test_a_contender_starts_with_its_interpreter_variables_and_release_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, tuple[Any, ...]] = {}
+
+    class Started:
+        start: ClassVar = {"start_up_s": 1.0}
+
+        def __init__(self, name: str, command: list[str], env: dict[str, str], folder: Path) -> None:
+            started[name] = command[0], env
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(harness, "Contender", Started)
+    monkeypatch.setattr(peers, "install_trl", lambda version: Path(version))
+    programs = {OURS: NOTHING, "peer": replace(NOTHING, release="1.2.3")}
+    programs["vLLM"] = Program(NOTHING.run, python=Path("other/python"), variables={"A": "1"})
+    with harness.start_contenders("m", programs, {}, 2, tmp_path) as running:
+        assert list(running) == [OURS, "peer", "vLLM"]
+    assert [python for python, _ in started.values()] == [sys.executable, sys.executable, "other/python"]
+    assert all(env["OMP_NUM_THREADS"] == "2" for _, env in started.values())
+    assert "PYTHONPATH" not in started[OURS][1] and started["peer"][1]["PYTHONPATH"].startswith("1.2.3")
+    assert started["vLLM"][1]["A"] == "1"
+
+
+def test_vllm_samples_whole_responses_with_their_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, model: str, **given: Any) -> None:
+            options.update(given, model=model)
+
+        def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> list[Any]:
+            assert sampling.ignore_eos and sampling.logprobs == 0 and not use_tqdm
+            assert [each["prompt_token_ids"] for each in prompts] == [[5, 6, 7], [8]]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * sampling.max_tokens)]) for _ in prompts]
+
+    requests, replies = iter(("2 prompts", None)), []
+    pipe: Any = SimpleNamespace(
+        mark_baseline=int, ready=int, next_request=lambda: next(requests), reply=lambda **row: replies.append(row)
+    )
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace))
+    settings = {"prompts": [[5, 6, 7], [8]], "sizes": [2], "response_length": 4, "dtype": "bf16", "model": "m"}
+    rollout.COMPARISON.programs["vLLM"].run(settings, pipe)
+    assert [row["tokens"] for row in replies] == [2 * 4]
+    assert options["dtype"] == "bfloat16" and options["max_model_len"] == 3 + 4
+    assert not options["enable_prefix_caching"] and options["logprobs_mode"] == "processed_logprobs"
 
 
 def test_only_default_options_write_the_file_of_the_repository(

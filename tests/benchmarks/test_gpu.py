@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, harness, sft
+from benchmarks import gpu, harness, trl_trainers
 from benchmarks.gpu_part import Options, Results
 from rlhf.chain import command as train
 from rlhf.errors import UserError
@@ -113,10 +113,10 @@ def test_the_peers_of_a_gpu_are_measured_on_it(tmp_path: Path, monkeypatch: pyte
     for name in gpu.BENCHMARKS:
         gpu.PARTS[f"trl-{name}"](Options(output=str(tmp_path)), Results(tmp_path / f"gpu-trl-{name}.json"))
     assert [words[1] for words in started] == [f"benchmarks.{name}" for name in gpu.BENCHMARKS]
-    settings = {"folder": "f", "batch_size": 8, "peer_compile": False}
+    settings = {"folder": "f", "batch_size": 8, "peer_compile": False, "dtype": "bf16"}
     for available in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert sft.trainer_arguments(settings, True)["use_cpu"] is not available
+        assert trl_trainers.arguments(settings)["use_cpu"] is not available
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -138,5 +138,5 @@ def test_a_clock_of_the_comparisons_waits_for_the_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("done"))
     assert harness.clock() <= harness.clock() and waits == ["done", "done"]
-    for name in ("sft", "ppo", "rollout"):  # of both sides
+    for name in ("sft", "ppo", "rollout", "trl_trainers"):  # of both sides
         assert "perf_counter" not in (gpu.ROOT / "benchmarks" / f"{name}.py").read_text()

@@ -17,5 +17,5 @@ def test_what_cannot_be_measured_is_refused_in_one_line(module: str, option: str
 
 
 def test_defaults() -> None:
-    assert trunk.Options().contenders == ("full", "copies", "trunk", "one")
+    assert trunk.Options().contenders == ("full", "trunk", "one")
     assert "stages" not in memory.Options.model_fields

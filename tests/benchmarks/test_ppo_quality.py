@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import frontier, page, ppo_quality, ppo_report, trl_judging
+from benchmarks import frontier, page, ppo_quality, ppo_report, trl_judging, trl_trainers
 from benchmarks.frontier import Curve, FrontierPoint
-from benchmarks.trl_ppo import Recorder, batches, recording
+from benchmarks.trl_ppo import Recorder, recording
 from rlhf.errors import UserError
 
 
@@ -214,5 +214,5 @@ def test_an_iteration_of_trl_is_written_when_it_logs(tmp_path: Path) -> None:
 
 
 def test_trl_gets_left_padded_prompts() -> None:
-    result = batches([[[5, 6], [7]], [[8]]], pad=0)
+    result = trl_trainers.prompt_batches([[[5, 6], [7]], [[8]]], pad=0)
     assert [part["input_ids"].tolist() for part in result] == [[[5, 6], [0, 7]], [[8]]]
