@@ -63,8 +63,6 @@ class Variant:
 
     name: str
     words: tuple[str, ...]
-    members: tuple["Variant", ...] = ()
-    """variants whose reward models score the responses beside its own; trained before (run_models)"""
     named: tuple["Variant", ...] = ()
     """variants of the same file whose reward models the words name, as in `--ppo.critic-model {NAME}`"""
 
@@ -135,8 +133,7 @@ def model_directories(options: CellOptions, variant: Variant, seed: int) -> tupl
 
 def cell_file(options: CellOptions, variant: Variant, seed: int) -> Path:
     """The file of a finished cell: another one for other options under the same name."""
-    models = (*variant.named, *variant.members)
-    digest = options.digest(*variant.words, *(word for other in models for word in other.words))
+    digest = options.digest(*variant.words, *(word for other in variant.named for word in other.words))
     return Path(options.output_dir).absolute() / "cells" / f"{_file_name(variant.name)}-{digest}-{seed}.json"
 
 
@@ -171,11 +168,10 @@ def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
     ppo = resolve_chain([*options.words, *seeds, *(models.get(word, word) for word in variant.words)]).ppo
     if ppo.judge is None:
         raise UserError(f"{options.recipe}: got no judge, expected one such as ppo.judge vader")
-    members = (f"learned,model={model_directories(options, member, seed)[1]}" for member in variant.members)
     changes = {
         "actor_model": ppo.actor_model or str(sft),
         "reward_model": ppo.reward_model or str(reward),
-        "reward": (*ppo.reward, *members, f"0*{ppo.judge}"),
+        "reward": (*ppo.reward, f"0*{ppo.judge}"),
     }
     stage.run(ppo.model_copy(update=changes))
     write_cell(path, read_run(variant.name, seed, directory / "step3_ppo", time.process_time() - start))

@@ -10,10 +10,8 @@ No opening is in two files. The preference is that of a noisy reader (Bradley & 
 
     P(a is chosen) = sigmoid(beta (v(a) - v(b))),   v = VADER's compound score of the response, in [-1, 1]
 
-The reader also rates the kindness of each response of a pair, from 0 to 4 and with errors, for reward models that learn
-ratings. So the stages learn of VADER through the noisy reader only; its own score is the true score of this world. The
-same seed writes the same bytes: the base samples in float64 from numbered random streams, whatever the number of
-threads.
+So the stages learn of VADER through the noisy reader only; its own score is the true score of this world. The same seed
+writes the same bytes: the base samples in float64 from numbered random streams, whatever the number of threads.
 """
 
 import functools
@@ -119,11 +117,6 @@ def prefers_first(first: float, second: float, beta: float, uniform: float) -> b
     return uniform < 1 / (1 + math.exp(-beta * (first - second)))
 
 
-def rating(score: float, uniform: float) -> int:
-    """What the noisy reader gives a response with this true score, from 0 to 4. uniform: a random number in [0, 1)."""
-    return min(4, max(0, round(2 + 2 * score + 3 * (uniform - 0.5))))
-
-
 @functools.cache
 def vader() -> Callable[[str], float]:
     """VADER's compound score of a response, in [-1, 1]. Raises: UserError without the package."""
@@ -144,14 +137,11 @@ def pairs(prompts: Sequence[str], sides: Sequence[Sequence[str | None]], options
 
     for i, prompt in enumerate(prompts):
         whole = list(dict.fromkeys(side[i] for side in sides if side[i] is not None))
-        labels, ratings = uniforms([(options.seed, LABELS, i)], 2 * len(sides))[0].view(2, -1).tolist()
-        for k, both in enumerate(zip(whole[::2], whole[1::2], strict=False)):
+        labels = uniforms([(options.seed, LABELS, i)], len(sides))[0].tolist()
+        for both, label in zip(zip(whole[::2], whole[1::2], strict=False), labels, strict=False):
             scores = [vader()(response) for response in both]
-            rated = [rating(score, draw) for score, draw in zip(scores, ratings[2 * k :], strict=False)]
-            order = (0, 1) if prefers_first(*scores, options.beta, labels[k]) else (1, 0)
-            chosen, rejected = (both[side] for side in order)
-            kind = {"kindness": [rated[side] for side in order]}
-            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, "attribute_ratings": kind}
+            chosen, rejected = both if prefers_first(*scores, options.beta, label) else both[::-1]
+            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def make(options: Options) -> dict[str, list[dict[str, Any]]]:

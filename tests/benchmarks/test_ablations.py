@@ -1,8 +1,7 @@
-"""The world of stories, and the arithmetic of ablations and of over-optimisation beside oracles; nothing is trained."""
+"""The world of stories, and the arithmetic of ablations beside oracles; nothing is trained."""
 
 import json
 import math
-import shlex
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ablations, cells, gold_model, overoptimisation, overoptimisation_report, stories
+from benchmarks import ablations, cells, stories
 from benchmarks.cells import Cell, Variant
-from rlhf import rewards
 from rlhf.errors import UserError
 from tests.support import tiny
 
@@ -144,127 +142,10 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: 
     assert cells.run_grid(options, [variant]) == [result]
 
 
-@pytest.mark.parametrize("logarithmic", [False, True])
-def test_a_law_is_recovered_with_its_peak(logarithmic: bool) -> None:
-    law = overoptimisation_report.Law(logarithmic, 0.5, 0.2)
-    d = np.linspace(0, 6, 2001)
-    gain = np.concatenate([[0.0], law.gain(d[1:])])
-    result = overoptimisation_report.fit(d, gain, logarithmic)
-    assert (result.alpha, result.beta, result.r2) == pytest.approx((0.5, 0.2, 1.0))
-    assert result.peak == pytest.approx((d[gain.argmax()], gain.max()), abs=6 / 2000)
-
-
-def test_r2_counts_the_mean_of_the_residuals() -> None:
-    d = np.array([1.0, 2.0, 3.0])
-    gain = np.array([1.0, 0.0, 1.0])  # the best d (a - b d) leaves 12/19 times (1, -1, 1/3), whose mean is not 0
-    residual = 12 / 19 * np.array([1.0, -1.0, 1 / 3])
-    result = overoptimisation_report.fit(d, gain, False)
-    assert gain - result.gain(d) == pytest.approx(residual)
-    assert result.r2 == pytest.approx(1 - (residual**2).sum() / (2 / 3))
-
-
-def test_agreement_counts_pairs_of_different_true_scores() -> None:
-    gold = torch.tensor([[0.0, 1.0, 0.5, 1.0], [0.0, 1.0, 2.0, 0.0]])
-    proxy = torch.tensor([[3.0, 2.0, 4.0, 1.0], [1.0, 2.0, 0.0, 1.0]])  # pairs of columns 0 and 2, 1 and 3
-    assert overoptimisation.agreement(proxy, gold) == pytest.approx(2 / 3)
-
-
 def test_a_reader_prefers_by_bradley_terry() -> None:
     draws = (np.arange(10_000) + 0.5) / 10_000
     share = np.mean([stories.prefers_first(0.5, 0.0, 4.0, draw) for draw in draws])
     assert share == pytest.approx(1 / (1 + math.exp(-2.0)), abs=1e-4)
-
-
-def test_a_reader_rates_by_the_true_score_on_average() -> None:
-    draws = (np.arange(10_000) + 0.5) / 10_000
-    for score, mean in ((0.0, 2.0), (0.25, 2.5), (-0.25, 1.5)):
-        assert np.mean([stories.rating(score, draw) for draw in draws]) == pytest.approx(mean, abs=1e-3)
-    assert {stories.rating(score, draw) for score in (-1.0, 0.0, 1.0) for draw in draws} == {0, 1, 2, 3, 4}
-
-
-def test_the_gold_model_labels_without_noise() -> None:
-    rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 3
-    labelled = gold_model.in_order(rows, torch.tensor([[2.0, 1.0], [1.0, 2.0], [-1.0, -3.0]]))
-    assert [row["chosen"] for row in labelled] == ["a", "b", "a"]
-    assert [row["rejected"] for row in labelled] == ["b", "a", "b"]
-
-
-def test_reward_models_of_all_sizes_train_for_about_as_many_steps_and_remedies_share_the_middle_one() -> None:
-    options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2)
-    variants = overoptimisation.variants(options)
-    assert list(variants.values()) == [
-        ("PPO", 100), ("PPO", 400), ("PPO", 1400), ("PPO, KL penalty", 400),
-        *((f"PPO, {name}", 400) for name in overoptimisation.ENSEMBLES),
-    ]  # fmt: skip
-    rows = [variant.words_but("sft", "ppo") for variant in variants]
-    assert [int(words[1]) * int(words[3]) for words in rows[:3]] == [2800, 3200, 2800]
-    assert all(each == rows[1] for each in rows[3:])
-
-
-@pytest.mark.parametrize("change", [{"epochs": 3}, {"members": 5}, {"pairs": (100, 400, 800)}, {"options": "--seed 3"}])
-def test_scores_of_other_reward_models_are_not_reused(change: dict[str, Any]) -> None:
-    options = overoptimisation.Options(pairs=(100, 400, 1400), epochs=2, members=4)
-    other = options.model_copy(update=change)
-    assert overoptimisation.sample_file(options, 0) != overoptimisation.sample_file(other, 0)
-    files = [
-        {cells.cell_file(each, v, 0) for v in overoptimisation.variants(each) if v.members} for each in (options, other)
-    ]
-    assert all(files) and not files[0] & files[1], "an ensemble's run depends on its members"
-
-
-def test_other_options_have_another_gold_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[Path] = []
-
-    def stop(options: cells.CellOptions, folder: Path) -> None:
-        folders.append(folder)
-        raise UserError("stopped")
-
-    monkeypatch.setattr(gold_model, "prepare", stop)
-    for words in ([], ["--options=--actor-model other"]):
-        monkeypatch.setattr("sys.argv", ["overoptimisation", "--gold", str(tmp_path), *words])
-        with pytest.raises(UserError, match="stopped"):
-            overoptimisation.main()
-    assert folders[0] != folders[1] and {folder.parent for folder in folders} == {tmp_path}
-
-
-def test_members_of_an_ensemble_learn_from_the_same_pairs_with_other_seeds() -> None:
-    options = overoptimisation.Options(pairs=(100, 400, 1400), members=3)
-    own, members = overoptimisation.reward_variants(options)[1], overoptimisation.member_variants(options)
-    paths = {cells.model_directories(options, each, 0)[1] for each in (own, *members)}
-    assert len(paths) == 3 and all(member.words[:4] == own.words for member in members)
-    seeds = [cells.resolve_chain([*options.words, "--seed", "7", *member.words]).reward for member in members]
-    assert [(each.seed, each.data_seed) for each in seeds] == [(1000, 0), (2000, 0)]
-    ppo = [variant for variant in overoptimisation.variants(options) if variant.members]
-    assert len(ppo) == len(overoptimisation.ENSEMBLES) and all(each.members == members for each in ppo)
-
-
-def test_an_ensemble_scores_by_its_rule_in_best_of_n_as_in_step_3() -> None:
-    scores = torch.tensor([[1.0, 4.0], [3.0, 0.0], [2.0, 2.0]])
-    for rule in overoptimisation.ENSEMBLES.values():
-        ppo = cells.resolve_chain(shlex.split(f"--ppo.reward a b c {rule.ppo}")).ppo
-        named = zip("abc", scores, strict=True)
-        sources = tuple(rewards.WeightedSource(name, 1.0, lambda _, each=each: each) for name, each in named)
-        combined = rewards.Sources(sources, ppo.reward_combine, uncertainty_coef=ppo.uncertainty_coef)
-        assert combined(None)[0].tolist() == pytest.approx(rule.score(scores).tolist())
-
-
-def test_laws_of_a_report_are_fitted_by_method_and_size(tmp_path: Path) -> None:
-    d = np.linspace(0.2, 3, 8)
-    points = [
-        overoptimisation_report.Points(
-            method, pairs, seed, d**2, overoptimisation_report.Law(method == "PPO", alpha, 0.2).gain(d), d, 0.6
-        )
-        for seed in (0, 1)
-        for method, pairs, alpha in (("best of n", 100, 0.5), ("best of n, worst", 100, 0.7), ("PPO", 100, 0.9))
-    ]
-    overoptimisation_report.report(points, 100, tmp_path)
-    table = (tmp_path / "overoptimisation.md").read_text().splitlines()
-    assert [line.split(" | ")[:4] for line in table[2:]] == [
-        ["| best of n", "100", "0.600", "0.500 ± 0.000"],
-        ["| best of n, worst", "100", "0.600", "0.700 ± 0.000"],
-        ["| PPO", "100", "0.600", "0.900 ± 0.000"],
-    ]
-    assert len((tmp_path / "overoptimisation.csv").read_text().splitlines()) == 1 + 6 * len(d)
 
 
 def test_sentences() -> None:
@@ -293,6 +174,3 @@ def test_the_world_is_the_same_for_one_seed(tmp_path: Path) -> None:
     prompts = [{row["prompt"] for row in rows} for rows in world.values()]
     assert all(prompts) and not prompts[0] & prompts[1] and not prompts[2] & (prompts[0] | prompts[1])
     assert all(row["chosen"] != row["rejected"] for row in world["pairs"])
-    for row in world["pairs"]:
-        for side, rating in zip(("chosen", "rejected"), row["attribute_ratings"]["kindness"], strict=True):
-            assert abs(rating - 2 - 2 * stories.vader()(row[side])) <= 2
