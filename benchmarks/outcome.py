@@ -1,9 +1,4 @@
-"""Results of contenders: ratios of paired turns, and shares of the machine's limits. JSON file, table, check.
-
-    python -m benchmarks.outcome --check OLD.json NEW.json [SHARE]
-
-compares ratios, which are the same on any machine, never seconds: code 1 if one fell by more than SHARE (0.15).
-"""
+"""Results of contenders: ratios of paired turns, and shares of the machine's limits. JSON file and table."""
 
 import json
 import os
@@ -18,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import MACHINE, OURS, ROOT, WARM_UP, Contender, Options, Row, Rows
-from rlhf import errors
-from rlhf.errors import UserError
 from rlhf.storage import disk
 
 RESULTS = ROOT / "benchmarks" / "results"
-MAX_DROP = 0.15
-"""share by which a ratio may be lower than in an older result"""
 LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
 
@@ -118,7 +109,7 @@ def command_line() -> str:
 def hardware() -> dict[str, Any]:
     """The processor, its instruction sets for products and their limit, and the memory."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = dict(_pair(line) for line in lines if ":" in line)
+    processor = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = [flag for flag in processor.get("flags", "").split() if re.match(r"avx|amx|fma|f16c", flag)]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -131,11 +122,6 @@ def hardware() -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA"),
     }
-
-
-def _pair(line: str) -> tuple[str, str]:
-    key, value = line.split(":", 1)
-    return key.strip(), value.strip()
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -185,7 +171,8 @@ def write(result: dict[str, Any], options: Options) -> None:
 def save(result: dict[str, Any], options: Any) -> None:
     """Write `--output`; without it results/NAME.json, but only for the default options, except `--data`: the file in
     the repository must not become that of other options."""
-    changed = [name for name, value in options if name not in ("data", "output") and value != _default(options, name)]
+    defaults = {name: field.default for name, field in type(options).model_fields.items()}
+    changed = [name for name, value in options if name not in ("data", "output") and value != defaults[name]]
     if changed and not options.output:
         print(f"not written: {', '.join(changed)} differ from the defaults; name a file with --output")
         return
@@ -193,38 +180,3 @@ def save(result: dict[str, Any], options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_text(path, json.dumps(result, indent=1) + "\n")
     print(f"written: {path.name}")
-
-
-def _default(options: Any, name: str) -> Any:
-    return type(options).model_fields[name].default
-
-
-def find_regressions(old: Mapping[str, Any], new: Mapping[str, Any], share: float = MAX_DROP) -> list[str]:
-    """The ratios and shares that are missing, or lower by more than `share` than in an older result. Not seconds."""
-    regressions = []
-    for kind in ("ratios", "shares"):
-        for name, value in old.get(kind, {}).items():
-            new_value = new.get(kind, {}).get(name)
-            if new_value is None:
-                regressions.append(f"{name}: missing, it was {value['median']:.3g}")
-            elif new_value["median"] < (1 - share) * value["median"]:
-                regressions.append(f"{name}: {new_value['median']:.3g}, it was {value['median']:.3g}")
-    return regressions
-
-
-def main() -> int:
-    words = sys.argv[1:]
-    if len(words) not in (3, 4) or words[0] != "--check":
-        raise UserError("expected python -m benchmarks.outcome --check OLD.json NEW.json [SHARE]")
-    try:
-        old, new = (json.loads(Path(path).read_text(encoding="utf-8")) for path in words[1:3])
-        least = float(words[3]) if len(words) == 4 else MAX_DROP
-    except (OSError, ValueError) as error:
-        raise UserError(f"{' '.join(words)}: {error}") from None
-    regressions = find_regressions(old, new, least)
-    print("\n".join(regressions) or f"no ratio fell by more than {least:.0%}")
-    return int(bool(regressions))
-
-
-if __name__ == "__main__":
-    raise SystemExit(errors.run_as_user(main))

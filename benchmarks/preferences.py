@@ -30,7 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from benchmarks import page, peers
+from benchmarks import inputs, page, peers
 from benchmarks.cells import ROOT, Job, run_jobs
 from rlhf import errors
 from rlhf.config import parser
@@ -210,7 +210,6 @@ def train(options: Options, run: Run, held_out: Mapping[str, Path]) -> None:
 
 def train_with_trl(config: Any, directory: Path) -> None:
     """RewardTrainer in a process of its own, on the ids of the pairs that step 2 would learn from."""
-    from benchmarks import inputs
     from data.dataset import Recipe, open_datasets
     from rlhf.engine.adamw import schedule
 
@@ -220,7 +219,7 @@ def train_with_trl(config: Any, directory: Path) -> None:
     tokenizer.save_pretrained(directory / "tokenizer")
     settings = config.model_dump(mode="json") | {
         "tokenizer": str(directory / "tokenizer"),
-        "rows": [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in data[:]],
+        "rows": inputs.pairs(data),
         "learning_rate_factors": list(map(schedule(config, steps), range(steps))),
         "output_dir": str(directory),
     }
