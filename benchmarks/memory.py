@@ -5,8 +5,8 @@ have Adam's moments, under each ZeRO stage. Each process reports its peak of res
 /proc/self/status) minus its memory before loading the model: Python, the libraries, the tokenizer and the rows. On a
 CPU the device's memory is that of the process, so the peak is compared with the sum of device and host in `rlhf.plan`.
 Libraries that are imported later, 0.13 to 0.16 GB, are included in the measurement but not in the plan. glibc keeps
-blocks that a program frees, so a process can grow beyond the size of its tensors. Runs are measured with
-MALLOC_MMAP_THRESHOLD_=131072, which returns freed blocks, and (`--malloc default`) without.
+blocks that a program frees, so a process can grow beyond the size of its tensors: runs are measured with
+MALLOC_MMAP_THRESHOLD_=131072, which returns freed blocks.
 """
 
 import json
@@ -18,7 +18,7 @@ import tempfile
 import threading
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import Field
@@ -29,22 +29,13 @@ from rlhf.config import parser
 from rlhf.errors import UserError
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
-RETURNING = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-"""the environment in which glibc returns freed blocks at once"""
 TARGET = 0.15
 """maximal relative error of the plan"""
 STAGE = "step1_sft"
 SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+    "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
 LENGTH, MICRO, BATCH, STEPS = 24, 1, 4, 3
 """tokens of each row, rows of a micro-batch, rows of a step over all processes, steps"""
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -64,17 +55,15 @@ class Options(parser.Config):
     """numbers of processes"""
     settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
     """numbers of the settings, in the order of SETTINGS"""
-    malloc: tuple[Literal["default", "returning"], ...] = ("returning",)
-    """how glibc treats freed blocks: as usual, or returned to the system at once"""
     output: str = str(RESULTS)
     """JSON file to write"""
 
 
-def measure(setting: dict[str, Any], processes: int, malloc: str) -> dict[str, Any]:
+def measure(setting: dict[str, Any], processes: int) -> dict[str, Any]:
     """One run: the peak of the process with the most memory, in total and by moment, and the plan's, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         options = write_inputs(Path(folder), setting)
-        run_stage(Path(folder), processes, malloc)
+        run_stage(Path(folder), processes)
         marks = [json.loads((Path(folder) / f"marks-{rank}.json").read_text()) for rank in range(processes)]
         predicted = predict(options, processes)
     peaks = [max(mark["peak"] for mark in each[1:]) - each[0]["now"] for each in marks]
@@ -86,7 +75,7 @@ def measure(setting: dict[str, Any], processes: int, malloc: str) -> dict[str, A
         "stage": STAGE,
         "setting": setting,
         "processes": processes,
-        "malloc": malloc,
+        "malloc": "returning",
         "baseline": worst[0]["now"],
         "measured": max(peaks),
         **predicted,
@@ -95,54 +84,37 @@ def measure(setting: dict[str, Any], processes: int, malloc: str) -> dict[str, A
     }
 
 
-def write_model(path: Path) -> list[str]:
-    """Describe the model with the demo's tokenizer in a YAML file; the words of the tokenizer."""
-    demo = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))
-    path.write_text(yaml.safe_dump({"model": SHAPE, "tokenizer": demo["tokenizer"]}), encoding="utf-8")
-    words: list[str] = demo["tokenizer"]["words"]
-    return words
-
-
 def write_inputs(folder: Path, setting: dict[str, Any]) -> Any:
     """The model, the rows and the config of a run in `folder`; the config."""
-    words = write_model(folder / "model.yaml")
+    tokenizer = yaml.safe_load((ROOT / "configs/models/demo-llama.yaml").read_text(encoding="utf-8"))["tokenizer"]
+    model, words = {"model": SHAPE, "tokenizer": tokenizer}, tokenizer["words"]
+    (folder / "model.yaml").write_text(yaml.safe_dump(model), encoding="utf-8")
     rows = [
         {"prompt": f"tell me about {a} {b}", "response": f"{a} " * LENGTH} for a in words[11:31] for b in words[31:]
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     options = {
-        "model": str(folder / "model.yaml"),
-        "data_path": [str(folder / "rows.jsonl")],
-        "data_split": [1, 0, 0],
-        "data_cache": str(folder / "cache"),
-        "chat_template": "human_assistant",
-        "truncate": "tokens",
-        "max_length": LENGTH,
-        "max_prompt_length": LENGTH // 2,
-        "max_train_rows": BATCH * STEPS,
-        "max_eval_rows": 2,
-        "batch_size": BATCH,
-        "micro_batch_size": MICRO,
-        "sample_rows": 0,
-        "output_dir": str(folder / "run"),
-        **setting,
-    }
+        "model": str(folder / "model.yaml"), "data_path": [str(folder / "rows.jsonl")], "data_split": [1, 0, 0],
+        "data_cache": str(folder / "cache"), "chat_template": "human_assistant", "truncate": "tokens",
+        "max_length": LENGTH, "max_prompt_length": LENGTH // 2, "max_train_rows": BATCH * STEPS, "max_eval_rows": 2,
+        "batch_size": BATCH, "micro_batch_size": MICRO, "sample_rows": 0, "output_dir": str(folder / "run"), **setting,
+    }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     from step1_sft.config import SFTConfig
 
     return SFTConfig(**options)
 
 
-def run_stage(folder: Path, processes: int, malloc: str) -> None:
+def run_stage(folder: Path, processes: int) -> None:
     """Run all ranks of the stage. Each writes its marks into `folder`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = str(listening.getsockname()[1])
-    rendezvous = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    returning = RETURNING if malloc == "returning" else {}
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared |= {"MALLOC_MMAP_THRESHOLD_": "131072"}
     command = [sys.executable, "-m", "benchmarks.memory", "--rank-of", str(folder)]
     ranks = []
     for rank in range(processes):
-        env = os.environ | rendezvous | returning | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
     for process in ranks:
         _, stderr = process.communicate(timeout=900)
@@ -150,20 +122,15 @@ def run_stage(folder: Path, processes: int, malloc: str) -> None:
             raise UserError(f"{STAGE} ended with {process.returncode}: {stderr.decode()[-2000:]}")
 
 
-def forecast_on_cpu(workload: Any, processes: int) -> Any:
-    """The plan of a stage on this CPU."""
+def predict(options: Any, processes: int) -> dict[str, Any]:
+    """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
     from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-
-    return forecast(workload, describe_machine(PlanOptions(device="cpu", devices=processes), processes))
-
-
-def predict(options: Any, processes: int) -> dict[str, Any]:
-    """The plan's prediction of such a run: its peak, and that of each moment, in bytes."""
     from step1_sft import plan
 
-    stage_forecast = forecast_on_cpu(plan.workload(options, "cpu", {}), processes)
+    machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)
+    stage_forecast = forecast(plan.workload(options, "cpu", {}), machine)
     moments = {moment.name: round(moment.bytes.total) for moment in stage_forecast.moments}
     return {
         "predicted": round(stage_forecast.peak),
@@ -226,15 +193,11 @@ def _record_around(owner: Any, name: str, marks: _PeakLog, after: str, before: s
 
 def table(results: dict[str, Any]) -> str:
     """The runs as a Markdown table."""
-    lines = [
-        "| stage | setting | processes | measured, GB | plan, GB | off | most memory |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| stage | setting | processes | measured, GB | plan, GB | off | most memory |", "|---" * 7 + "|"]
     for run in results["runs"]:
         setting = " ".join(f"{name} {value}" if value is not True else name for name, value in run["setting"].items())
         numbers = f"{run['measured'] / 1e9:.2f} | {run['predicted'] / 1e9:.2f} | {run['off']:+.1%}"
-        malloc = "" if run["malloc"] == "returning" else " (freed blocks kept)"
-        lines.append(f"| {run['stage']} | {setting}{malloc} | {run['processes']} | {numbers} | {run['at']} |")
+        lines.append(f"| {run['stage']} | {setting} | {run['processes']} | {numbers} | {run['at']} |")
     return "\n".join(lines)
 
 
@@ -253,11 +216,10 @@ def main() -> int:
         rank(*sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
     runs = []
-    for malloc in options.malloc:
-        for number in options.settings:
-            for processes in options.processes:
-                runs.append(measure(SETTINGS[number], processes, malloc))
-                print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
+    for number in options.settings:
+        for processes in options.processes:
+            runs.append(measure(SETTINGS[number], processes))
+            print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
     workload = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
     results = {"date": date.today().isoformat(), "hardware": hardware(), **workload, "target": TARGET, "runs": runs}
     Path(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

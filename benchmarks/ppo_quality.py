@@ -9,7 +9,8 @@ for both final policies on held-out prompts.
 
 Differences between the libraries: TRL has no gradient clipping (ours: norm 1), changes its learning rate once per
 iteration (to the mean of ours), has one loss for both models (vf_coef 0.1, which AdamW's normalisation cancels), and
-computes in fp32 (ours: bf16 where that is fast, fp32 master weights).
+computes in fp32 (ours: bf16 where that is fast, fp32 master weights). PPOTrainer takes old log-probs from generation:
+rounding them to bf16 would add noise to its ratios, so fp32 is its best case.
 
 Cost, with the default recipe on one core of an AMD EPYC with AVX512-BF16: an iteration takes about 90 seconds here and
 140 in TRL, so the 22 iterations of 3 seeds take 5 hours, after 20 minutes for steps 1 and 2; on two cores about half.
@@ -25,12 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.cells import ROOT, resolve_chain
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.storage import disk
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "smollm2-135m-sentiment-cpu.yaml"
 SHARED = (
     "batch_size", "rollout_batch_size", "num_mini_batches", "num_ppo_epochs", "response_length", "temperature",
@@ -60,9 +61,6 @@ class Options(parser.Config):
     """directory with step1_sft and step2_reward; by default OUT/base, where the part base trains them"""
     total_episodes: int | None = None
     """instead of the recipe's"""
-    trl_dtype: Literal["auto", "fp32", "bf16"] = "fp32"
-    """dtype of TRL's computation with fp32 weights; auto = our dtype. PPOTrainer takes old log-probs from generation.
-    Rounding them to bf16 would add noise to its ratios, so fp32 is its best case"""
     output_dir: str = "runs/ppo_quality"
     """runs, models and rollouts"""
     results: str = "docs/results"
@@ -90,12 +88,8 @@ def base_command(options: Options) -> list[str]:
 
 def ppo_options(options: Options, seed: int) -> Any:
     """Step 3 of the recipe, from the base's models, with the judge as a reward source of weight 0."""
-    from rlhf.chain import command as train
-
-    argv = ["--config", options.recipe]
-    if options.data_path:
-        argv += ["--data-path", *options.data_path]
-    ppo = train.resolve(parser.parse(train.chain_config(argv), argv, "ppo_quality", ""), argv).ppo
+    data = ["--data-path", *options.data_path] if options.data_path else []
+    ppo = resolve_chain(["--config", options.recipe, *data]).ppo
     if ppo.judge is None or ppo.algorithm != "ppo" or ppo.num_generations != 1:
         raise UserError(f"{options.recipe}: expected PPO with a judge, one response a prompt")
     changes = {
@@ -145,8 +139,7 @@ def run_trl(options: Options, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     ppo = ppo_options(options, seed)
     plan = trl_judging.plan(ppo)
-    dtype = trl_judging.dtype(ppo) if options.trl_dtype == "auto" else options.trl_dtype
-    settings = trl_settings(ppo, folder, dtype, plan)
+    settings = trl_settings(ppo, folder, plan)
     trained, judged = ((folder / name).is_file() for name in ("versions.json", "rollouts.jsonl"))  # each written last
     if trained or judged:
         require_same_settings(folder, settings)
@@ -157,7 +150,7 @@ def run_trl(options: Options, seed: int) -> None:
         disk.write_text(folder / "settings.json", json.dumps(settings))
         command = [sys.executable, "-m", "benchmarks.trl_ppo", str((folder / "settings.json").resolve())]
         run(command, peers.environment(peers.PPO))
-    trl_judging.judge(ppo, plan, folder, dtype)
+    trl_judging.judge(ppo, plan, folder)
 
 
 def require_same_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -171,7 +164,7 @@ def require_same_settings(folder: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any]:
+def trl_settings(ppo: Any, folder: Path, plan: Any) -> dict[str, Any]:
     """The settings of TRL's half. plan: the token ids of prompts, and the learning rate, of every iteration."""
     from rlhf.storage.manifests import resolve_model_path
 
@@ -180,7 +173,6 @@ def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any
         "reward_model": str(Path(resolve_model_path(ppo.reward_model, "model")).resolve()),
         "output_dir": str(folder.resolve()),
         "seed": ppo.seed,
-        "dtype": dtype,
         "learning_rate_factors": plan.learning_rate_factors,
         "prompts": plan.ids,
     }
@@ -188,10 +180,8 @@ def trl_settings(ppo: Any, folder: Path, dtype: str, plan: Any) -> dict[str, Any
 
 def policies(options: Options) -> Iterator[tuple[str, int, Path]]:
     """(system, seed, path) of every finished policy."""
-    for system, model, last_file in (
-        ("ours", "step3_ppo", "step3_ppo/manifest.json"),
-        ("trl", "model", "rollouts.jsonl"),
-    ):
+    ends = ("ours", "step3_ppo", "step3_ppo/manifest.json"), ("trl", "model", "rollouts.jsonl")
+    for system, model, last_file in ends:
         for seed in options.seeds:
             folder = options.run_dir(system, seed)
             if (folder / last_file).is_file():
@@ -200,15 +190,8 @@ def policies(options: Options) -> Iterator[tuple[str, int, Path]]:
 
 def evaluate_command(ppo: Any, policy_paths: list[str], prompts: Path, output: Path) -> list[str]:
     """The judge on held-out prompts; the SFT model is the baseline and the reference of the KL."""
-    arguments = [
-        "--policies",
-        str(ppo.actor_model),
-        *policy_paths,
-        "--prompts",
-        str(prompts),
-        "--reward",
-        str(ppo.judge),
-    ]
+    arguments = ["--policies", str(ppo.actor_model), *policy_paths, "--prompts", str(prompts)]
+    arguments += ["--reward", str(ppo.judge)]
     arguments += ["--response-length", str(ppo.response_length), "--temperature", str(ppo.temperature)]
     arguments += ["--micro-batch-size", str(ppo.micro_batch_size), "--rollout-batch-size", str(ppo.rollout_batch_size)]
     return [sys.executable, "-m", "rlhf", "evaluate", *arguments, "--output", str(output), "--overwrite"]

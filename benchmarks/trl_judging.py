@@ -14,14 +14,14 @@ from rlhf import rewards
 from rlhf.console import quiet_libraries
 from rlhf.distributed import collectives
 from rlhf.engine.adamw import schedule
-from rlhf.engine.precision import compute_dtype
+from rlhf.storage import disk
 from rlhf.types import SampledRollout, Samples
 from step3_ppo.inputs import check, with_inputs
 from step3_ppo.models import reward_context
 from step3_ppo.schedule import iterations
 
-SCORES_AGREE = {"fp32": 0.01, "bf16": 0.5}
-"""largest difference by rounding of TRL's and our reward model; scores are at most about 4"""
+SCORES_AGREE = 0.01
+"""largest difference by rounding of TRL's and our reward model, both in fp32; scores are at most about 4"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,6 @@ def plan(ppo: Any) -> Plan:
     return Plan(tokenizer, data.train, list(islice(batches.until_epoch(epochs=count), count)), factors)
 
 
-def dtype(ppo: Any) -> str:
-    """The name of the dtype in which step 3 computes on this machine."""
-    return "fp32" if compute_dtype(ppo, collectives.local_device()) == torch.float32 else "bf16"
-
-
 def write_heldout(ppo: Any, path: Path) -> None:
     """Write the held-out prompts in the format that `rlhf evaluate` reads."""
     quiet_libraries()
@@ -65,10 +60,10 @@ def write_heldout(ppo: Any, path: Path) -> None:
             file.write(json.dumps({**item.row.columns, "prompt": messages}, ensure_ascii=False) + "\n")  # type: ignore[union-attr]
 
 
-def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
+def judge(ppo: Any, plan: Plan, folder: Path) -> None:
     """Turn responses.jsonl of TRL's half into rollouts.jsonl, with the text and the true score of each response.
 
-    Our reward model also scores the first iteration, and must agree with TRL's. dtype: that of TRL's run.
+    Our reward model also scores the first iteration, and must agree with TRL's.
     """
     with (folder / "responses.jsonl").open(encoding="utf-8") as file:  # splitlines would split a text at U+2028
         rows = [json.loads(line) for line in file]
@@ -79,9 +74,7 @@ def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
         iteration_rows = [row for row in rows if row["iteration"] == number]
         samples = _samples(iteration_rows, indices, plan)
         if number == 1:
-            _require_same_scores(
-                rewards.open_source("learned", context)(samples).tolist(), iteration_rows, SCORES_AGREE[dtype]
-            )
+            _require_same_scores(rewards.open_source("learned", context)(samples).tolist(), iteration_rows)
         scored = zip(iteration_rows, samples.prompts, samples.responses, judge(samples).tolist(), strict=True)
         ended = samples.rollout.ended.tolist()
         for i, (row, prompt, response, score) in enumerate(scored):
@@ -89,9 +82,8 @@ def judge(ppo: Any, plan: Plan, folder: Path, dtype: str) -> None:
                 {"iteration": number, "prompt": prompt, "response": response, "kl": row["kl"], "kl_k3": row["kl_k3"]}
                 | {"tokens": len(row["response_ids"]), "ended": ended[i], "learned": row["learned"], "true": score}
             )
-    staging = folder / "rollouts.tmp"
-    staging.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged), encoding="utf-8")
-    staging.rename(folder / "rollouts.jsonl")
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in judged)
+    disk.write_text(folder / "rollouts.jsonl", text)
 
 
 def _samples(rows: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samples:
@@ -114,7 +106,7 @@ def _samples(rows: list[dict[str, Any]], indices: list[int], plan: Plan) -> Samp
     return rewards.as_samples(rollout.to(collectives.local_device()), plan.tokenizer)
 
 
-def _require_same_scores(ours: list[float], rows: list[dict[str, Any]], limit: float) -> None:
+def _require_same_scores(ours: list[float], rows: list[dict[str, Any]]) -> None:
     gaps = [abs(score - row["learned"]) for score, row in zip(ours, rows, strict=True)]
-    assert max(gaps) < limit, f"the reward models differ by up to {max(gaps):.3g}: {ours[:4]}, {rows[:4]}"
+    assert max(gaps) < SCORES_AGREE, f"the reward models differ by up to {max(gaps):.3g}: {ours[:4]}, {rows[:4]}"
     print(f"trl: our reward model gives its first responses the same scores, within {max(gaps):.2g}")

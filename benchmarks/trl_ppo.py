@@ -4,7 +4,6 @@ The ids, score and KL of every response that PPOTrainer samples are recorded, on
 changed. Its batches are given, so that both systems respond to the same prompts in the same order.
 """
 
-import contextlib
 import json
 import sys
 import time
@@ -140,9 +139,7 @@ def main() -> int:
         (folder / name).unlink(missing_ok=True)
     transformers.set_seed(settings["seed"])
     trainer, tokenizer = trainer_of(settings)
-    autocast = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
-    with autocast if settings["dtype"] == "bf16" else contextlib.nullcontext():
-        trainer.train()
+    trainer.train()
     trainer.policy_model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     versions = {library.__name__: library.__version__ for library in (trl, transformers, torch)}

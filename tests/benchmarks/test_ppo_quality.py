@@ -146,7 +146,7 @@ def test_a_finished_run_of_trl_is_not_taken_for_one_with_other_settings(
     (folder / "settings.json").write_text(json.dumps({"dtype": "fp32", "prompts": [[1]], "output_dir": "before"}))
     judged: list[Path] = []
     monkeypatch.setattr(trl_judging, "plan", lambda ppo: None)
-    monkeypatch.setattr(trl_judging, "judge", lambda ppo, plan, path, dtype: judged.append(path))
+    monkeypatch.setattr(trl_judging, "judge", lambda ppo, plan, path: judged.append(path))
     monkeypatch.setattr(ppo_quality, "ppo_options", lambda options, seed: None)
 
     def run(**settings: Any) -> None:
