@@ -28,17 +28,21 @@ PROFILED_TOKENS = 12
 class Iterations:
     """Step 3, ready to run."""
 
-    models: Any
-    config: Any
+    learner: Any
     actor: str
     reward: str
+
+    @property
+    def config(self) -> Any:
+        return self.learner.config
 
     def steps(self, items: list[Any]) -> Iterator[Any]:
         """Iterations of `batch_size` rows."""
         from step3_ppo import stage
         from step3_ppo.schedule import Schedule
 
-        return stage.train(self.models, items, Schedule(len(items), self.config, self.config.seed), self.config)
+        schedule = Schedule(len(items), self.config, self.learner.kl)
+        return stage.observe(stage.train(self.learner, items, schedule), self.learner)
 
     def items(self) -> list[Any]:
         """Prompts of two iterations."""
@@ -73,7 +77,7 @@ class Iterations:
     def with_rows(self, rows: int, micro: int) -> "Iterations":
         """The same models with other batches."""
         changes = {"batch_size": rows, "micro_batch_size": micro, "rollout_batch_size": rows}
-        return replace(self, config=self.config.model_copy(update=changes))
+        return replace(self, learner=replace(self.learner, config=self.config.model_copy(update=changes)))
 
 
 def configured(options: Options) -> tuple[Any, str, str]:
@@ -101,9 +105,9 @@ def opened(options: Options) -> Iterator[Iterations]:
 
     config, actor, reward = configured(options)
     with collectives.process_group(config.timeout_s):
-        models = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"))
+        learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"))
         endless = open_backend("loop", eos_token_id=-1, pad_token_id=0)
-        yield Iterations(replace(models, backend=endless), config, actor, reward)
+        yield Iterations(replace(learner, backend=endless), actor, reward)
 
 
 def ppo(options: Options, results: Results) -> None:
@@ -132,23 +136,20 @@ def sweep(options: Options, results: Results) -> None:
 
 def profile(options: Options, results: Results) -> None:
     """The kernels of decode steps, of scoring and of the update: tables beside the numbers, in gpu-profile.txt."""
-    from step3_ppo import rollout, stage
-    from step3_ppo.update import CreditedRollout
+    from step3_ppo.algorithms import Iteration
 
     texts: list[str] = []
     with opened(options) as iterations:
-        models, config, items = iterations.models, iterations.config, iterations.items()
+        learner, config, items = iterations.learner, iterations.config, iterations.items()
         next(iterations.steps(items))  # the warm-up
-        indices = list(range(config.batch_size))
+        iteration = Iteration(900, list(range(config.batch_size)))
         short = config.model_copy(update={"response_length": min(PROFILED_TOKENS, config.response_length)})
-        brief = replace(models, scorer=replace(models.scorer, sampling=short))
-        _profiled("decode", lambda: stage.sample(brief, items, indices, short, 900), results, texts)
-        sampled = stage.sample(models, items, indices, config, 901)
-        scored = _profiled(
-            "score", lambda: rollout.score(sampled, models.actor, models.critic, models.scorer), results, texts
-        )
-        credited = CreditedRollout(scored, models.algorithm.credit(scored))
-        _profiled("update", lambda: stage.learn(models, credited, indices, config, 90), results, texts)
+        brief = replace(learner, config=short, scorer=replace(learner.scorer, sampling=short))
+        _profiled("decode", lambda: brief.generate(items, iteration), results, texts)
+        sampled = learner.generate(items, iteration)
+        scored = _profiled("score", lambda: learner.score(sampled), results, texts)
+        credit = learner.algorithm.credit(scored, iteration)
+        _profiled("update", lambda: learner.update(scored, credit, iteration), results, texts)
     results.path.with_suffix(".txt").write_text("\n".join(texts), encoding="utf-8")
 
 

@@ -97,7 +97,8 @@ def write_inputs(folder: Path, setting: dict[str, Any]) -> Any:
         "model": str(folder / "model.yaml"), "data_path": [str(folder / "rows.jsonl")], "data_split": [1, 0, 0],
         "data_cache": str(folder / "cache"), "chat_template": "human_assistant", "truncate": "tokens",
         "max_length": LENGTH, "max_prompt_length": LENGTH // 2, "max_train_rows": BATCH * STEPS, "max_eval_rows": 2,
-        "batch_size": BATCH, "micro_batch_size": MICRO, "sample_rows": 0, "output_dir": str(folder / "run"), **setting,
+        "batch_size": BATCH, "micro_batch_size": MICRO, "sample_rows": 0, "output_dir": str(folder / "run"),
+        "learning_rate": 1e-7, **setting,  # a run that ends worse than guessing is refused
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
     from step1_sft.config import SFTConfig

@@ -64,11 +64,10 @@ def prepare(options: Options, folder: Path) -> tuple[dict[str, Any], Any]:
     stage_options |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "adapter": comparison.adapter(options.lora)}
     count = options.batch_size * (options.repeats + 1)
     stage, data = inputs.first_rows(options, "ppo", count, folder, **stage_options)
-    from step3_ppo.schedule import Schedule
+    from data.batches import Batches
 
-    schedule = Schedule(count, _config(stage), _config(stage).seed)
-    order = [indices for _, indices in itertools.islice(schedule, options.repeats + 1)]
-    prompts = [[list(data.train[i].ids) for i in indices] for indices in order]
+    order = Batches(count, options.batch_size, _config(stage).seed).until_epoch(options.repeats + 1)
+    prompts = [[list(data.train[i].ids) for i in each] for each in itertools.islice(order, options.repeats + 1)]
     settings = {"stage": stage, "model": options.model, "scalar": scalar, "folder": str(folder), "prompts": prompts}
     names = ("dtype", "batch_size", "response_length", "lora")
     return settings | {name: getattr(options, name) for name in names}, prompts
@@ -95,10 +94,10 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     with collectives.process_group(config.timeout_s):
         pipe.mark_baseline()
         tokenizer, data = open_data(config, str(config.actor_model))
-        players = set_up(config, tokenizer)
         endless = open_backend("loop", eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
-        players = replace(players, backend=endless)
-        steps = stage.train(players, data.train, Schedule(len(data.train), config, config.seed), config)
+        learner = replace(set_up(config, tokenizer), backend=endless)
+        schedule = Schedule(len(data.train), config, learner.kl)
+        steps = stage.observe(stage.train(learner, data.train, schedule), learner)
         pipe.ready()
         while pipe.next_request():
             start = harness.clock()
