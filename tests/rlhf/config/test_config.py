@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf import errors
-from rlhf.config import Config, parser
+from rlhf.config import Config, parser, read_yaml
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -283,6 +283,16 @@ def test_a_config_is_frozen() -> None:
     root = Root()
     with pytest.raises(ValidationError, match="frozen"):
         root.inner.steps = 5  # type: ignore[misc]
+
+
+def test_a_file_that_is_read_again_has_what_it_says_now(tmp_path: Path) -> None:
+    """Whatever the first reader did to the values, and whatever was written since."""
+    file = tmp_path / "a.yaml"
+    for text, values in (("a: [1]", {"a": [1]}), ("a: [1]", {"a": [1]}), ("a: [2]", {"a": [2]})):
+        file.write_text(text)
+        read = read_yaml(file)
+        assert read == values
+        read["a"].append(3)
 
 
 def test_no_option_is_near_when_none_is() -> None:
