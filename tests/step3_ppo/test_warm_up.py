@@ -7,6 +7,7 @@ import torch
 
 from rlhf.engine.training import Engine
 from tests.support import tiny
+from tests.support.engine_runs import ALONE
 from tests.support.players import ONE_STEP, SHARED, Players, on_course, players
 
 RATE, DECAY = 1e-3, 0.1
@@ -27,7 +28,7 @@ def masters(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: weight.double().clone() for name, weight in engine.fp32_weights()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", ALONE)
 def test_weights_of_the_policy_take_no_step(stage: int) -> None:
     """The oracle: AdamW's first step is w (1 - rate * decay) - rate * g / (|g| + eps), so its largest is `rate`.
 
@@ -49,7 +50,7 @@ def test_weights_of_the_policy_take_no_step(stage: int) -> None:
     assert max(shares) == pytest.approx(1.0, abs=1e-2)  # |g| / (|g| + 1e-5) of its largest gradient
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", ALONE)
 def test_a_resumed_run_counts_the_same_steps(stage: int) -> None:
     """The head has taken five steps by then, the policy one."""
     game, resumed = shared(stage), shared(stage)

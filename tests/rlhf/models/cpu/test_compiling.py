@@ -96,7 +96,7 @@ def graphs() -> int:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path) -> None:
     tiny.causal_lm(family, std=0.05).save_pretrained(tmp_path / "model")
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
