@@ -98,17 +98,6 @@ def fitted_in_phase(row: Row, o: dict[str, Any], phase: str) -> tuple[Ids | None
     return fitted(row, o, *responses), responses
 
 
-def not_held_out(train: Sequence[Row], held_out: Sequence[Row], o: dict[str, Any], phase: str) -> list[Row]:
-    """The training rows whose prompt is not that of a held-out row once one of the two is cut."""
-    evaluated = [(row.prompt(), fitted_in_phase(row, o, phase)[0]) for row in held_out]
-
-    def is_held_out(row: Row) -> bool:
-        whole, prompt = row.prompt(), fitted_in_phase(row, o, phase)[0]
-        return any(prompt == other and (prompt != whole or other != other_whole) for other_whole, other in evaluated)
-
-    return [row for row in train if not is_held_out(row)]
-
-
 def items(rows: Sequence[Row], o: dict[str, Any], phase: str) -> list[tuple[Any, ...]]:
     """What a phase makes of rows, those that are too long left out: (ids,), (chosen, rejected, prompt length, margin,
     ratings) or (prompt,)."""

@@ -98,9 +98,6 @@ class Page:
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
 
-    def pdf(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.printToPDF", preferCSSPageSize=True)["data"]))
-
     def complaints(self) -> list[str]:
         """Errors of the console, uncaught exceptions, and violations of the page's policy."""
         texts = []

@@ -14,7 +14,6 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
 }
 _EXPERTS = {**_COMMON, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-_FEW = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 ALL: dict[str, dict[str, Any]] = {
     **FAMILIES,

@@ -24,7 +24,6 @@ from step1_sft.config import SFTConfig
 from tests.support import recorded_runs, tiny
 
 HUB_ID = "owner/base-1b"
-POLICY = STAGES[3]
 
 
 def snapshot(home: Path, kind: str, name: str, card: str) -> Path:

@@ -56,10 +56,6 @@ def mine(template: Template, row: Row, answer: Message) -> tuple[list[int], list
     return template.prompt_ids(row.prompt, row.variables), template.turn_ids(row, answer)
 
 
-def without_text(text: str) -> Row:
-    return Row((Message("user", text),))
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompt_and_target_are_the_dialogue_that_transformers_renders(name: str) -> None:
     template = family(name)
