@@ -24,6 +24,7 @@ from rlhf.training.run import Run
 from rlhf.types import Metrics, SampledRollout
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.stage import REWARD_MODELLING as reward
+from step3_ppo import learner
 from step3_ppo import stage as ppo
 
 STAGES: dict[str, Any] = {"step1_sft": sft, "step2_reward": reward, "step3_ppo": ppo}
@@ -86,7 +87,7 @@ def run(stage: str, config: Any) -> Observed:
             (stage_run, "Run", functools.partial(InMemory, observed)),
             (load, "_load", read_once(load._load)),
             (Engine, "step", noting_batches(observed)),
-            (ppo, "generate", noting_rollouts(observed)),
+            (learner, "generate", noting_rollouts(observed)),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         try:
@@ -136,7 +137,7 @@ def noting_batches(observed: Observed) -> Callable[..., Metrics]:
 
 
 def noting_rollouts(observed: Observed) -> Callable[..., SampledRollout]:
-    generate = ppo.generate
+    generate = learner.generate
 
     def noted(*arguments: Any) -> SampledRollout:
         rollout = generate(*arguments)

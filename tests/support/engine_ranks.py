@@ -19,7 +19,7 @@ from tests.support import reward_runs
 from tests.support.engine_runs import accumulated, run, run_averaged, run_into_nan, scored_in_bf16
 from tests.support.players import a_step_of_everything, two_iterations, with_a_bad_score
 
-NAN, AVERAGED, SCORED = (0, 2, 3), (0, 2), (1, 3)
+NAN, AVERAGED, SCORED = (0, 3), (0, 2), (1, 3)
 """ZeRO stages that differ in this; bf16 runs are beside them"""
 RANKED: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 1, "num_train_epochs": 2, "zero_stage": 2}
 
@@ -46,7 +46,7 @@ def runs() -> dict[str, Any]:
     results["nan bf16"] = run_into_nan({"zero_stage": 1, "dtype": "bf16"}, bad_rank=1)
     for stage in (1, 3):
         results[f"lora {stage}"] = run({"zero_stage": stage}, adapter="lora", generating=True)
-        results[f"generating {stage}"] = run({"zero_stage": stage}, generating=True)
+    results["generating 3"] = run({"zero_stage": 3}, generating=True)
     with tempfile.TemporaryDirectory() as folder:
         results["step 3"] = {name: two_iterations(name, folder) for name in sys.argv[2:]}
     results["checkpointing 3"] = run({"zero_stage": 3, "gradient_checkpointing": True}, generating=True)

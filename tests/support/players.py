@@ -286,7 +286,7 @@ PARITY = {
     "shared, zero 3, warm-up": ("ppo", SHARED | {"zero_stage": 3, "critic_warmup_iterations": 1}),
 }
 """Runs of step 3 that one process and several must agree on; docs/scaling.md has how far they are apart."""
-QUICK = ("ppo, 4 minibatches", "grpo, groups of 4", "shared", "trunk, zero 1", "trunk, zero 2")
+QUICK = ("ppo, 4 minibatches", "grpo, groups of 4", "shared", "trunk, zero 2")
 """Those of make test: tests/options predicts every algorithm on two ranks beside float64. The others are long."""
 
 

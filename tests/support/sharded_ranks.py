@@ -87,11 +87,11 @@ def policy(path: Path, kind: str, adapter: str | None = None) -> Engine:
 
 
 def trained(folder: Path, family: str, kind: str, adapter: str | None = None) -> dict[str, Any]:
-    """Three steps, before each of them generation, ranks of unequal length; the weights before and after, and what was
+    """Two steps, before each of them generation, ranks of unequal length; the weights before and after, and what was
     saved."""
     engine = policy(folder / family, kind, adapter)
     first, tokens, metrics = saved(engine, adapter, folder), [], []
-    for rows in batches(3):
+    for rows in batches(2):
         tokens.append(generate(engine, 3 + 8 * collectives.rank()))
         metrics.append(step(engine, rows, 3))
     return {"first": first, "tokens": tokens, "metrics": metrics, "last": saved(engine, adapter, folder)}

@@ -296,7 +296,7 @@ def require_fp32_scores(result: dict[str, Tensor]) -> None:
     assert (exact.to(torch.bfloat16) - exact).abs().max() > 100 * bound.max() < 1 < exact.abs().max() / 10
 
 
-@pytest.mark.parametrize("kind", ["generating 1", "generating 3", "checkpointing 3"])
+@pytest.mark.parametrize("kind", ["generating 3", "checkpointing 3"])
 def test_ranks_that_generate_unequal_lengths_neither_hang_nor_drift(
     kind: str, two: dict[str, Any], plain: dict[str, Any]
 ) -> None:
