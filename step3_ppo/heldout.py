@@ -39,6 +39,8 @@ class Evaluation:
     """scores [N] of each reward source, if there are several"""
     questions: tuple[str, ...] = ()
     """the user's last turn of each prompt"""
+    tokens: tuple[list[int], ...] = ()
+    """ids of each response; its text can have others, which the policy would give another probability"""
 
 
 def gather_evaluation(
@@ -54,7 +56,7 @@ def gather_evaluation(
     small by KL(pi_s, pi): up to about 0.001 nats a token. With log pi_s in place of log pi the KL would be too large by
     the rounding of sampling.
     """
-    samples = as_samples(rollout, tokenizer)
+    samples, tokens = as_samples(rollout, tokenizer), _of_all_ranks(rollout.response_tokens())
     judge_scores = None if judge is None else _all(judge(samples))
     return Evaluation(
         prompts=tuple(_of_all_ranks(samples.prompts)),
@@ -65,9 +67,10 @@ def gather_evaluation(
         ref_nll=_all(-rollout.ref_logprobs.sum(1)),
         lengths=_all(rollout.lengths),
         ended=_all(rollout.ended),
-        distinct_2=distinct(_of_all_ranks(rollout.response_tokens()), 2),
+        distinct_2=distinct(tokens, 2),
         by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
         questions=tuple(_of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
+        tokens=tuple(tokens),
     )
 
 
@@ -135,8 +138,8 @@ def _ci95(values: Tensor) -> float:
 
 
 def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[dict[str, Any]]:
-    """Append a line for each held-out prompt of all ranks: both responses and their numbers. Rank 0 writes, and
-    returns what it wrote; other ranks return nothing."""
+    """Append a line for each held-out prompt of all ranks: both responses, their numbers, and the ids of the second.
+    Rank 0 writes, and returns what it wrote without the ids; other ranks return nothing."""
     rows: list[dict[str, Any]] = []
     if not collectives.is_main():
         return rows
@@ -148,7 +151,8 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
             rows.append(disk.json_value(row))
-            file.write(json.dumps(rows[-1], ensure_ascii=False) + "\n")
+            tokens = {"tokens": after.tokens[i]} if after.tokens else {}
+            file.write(json.dumps(rows[-1] | tokens, ensure_ascii=False) + "\n")
     return rows
 
 

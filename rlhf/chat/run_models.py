@@ -65,7 +65,7 @@ def run_models(run: str, stages: Mapping[str, Declaration]) -> RunModels:
     declared = next((each for each in stages.values() if each.name == manifest["stage"]), None)
     if declared is None or not declared.policies:
         raise UserError(f"{run}: got a stage without a policy, expected one of a run that responds to prompts")
-    reference = _input(manifest, declared.reference, stage.parent)
+    reference = input_path(manifest, declared.reference, stage.parent)
     return RunModels(run, {name: policy_path(run)}, name, {} if reference is None else {name: reference}, None)
 
 
@@ -83,7 +83,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
             scoring = Scoring((plugins.spec("learned", model=str(folder / declared.scorer)),))
         if not available:
             continue
-        newest, reference = name, _input(manifest, declared.reference, directory)
+        newest, reference = name, input_path(manifest, declared.reference, directory)
         if not policies and reference is not None:
             policies[BASE] = reference
         for model in available:
@@ -96,7 +96,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
     return RunModels(str(directory), policies, newest, references, scoring)
 
 
-def _input(manifest: Mapping[str, Any], name: str, run: Path) -> str | None:
+def input_path(manifest: Mapping[str, Any], name: str, run: Path) -> str | None:
     """The path of an input; if the whole run was moved, its path in the new directory."""
     entry = manifest["inputs"].get(name)
     if entry is None:

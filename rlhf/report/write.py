@@ -9,7 +9,7 @@ from rlhf.console import duration
 from rlhf.pages import page
 from rlhf.pages.charts import COLOURS, Chart, is_smoothed
 from rlhf.pages.histogram import histogram
-from rlhf.report import facts, figures
+from rlhf.report import facts, figures, seal
 from rlhf.report.figures import Figure
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, read_runs
@@ -31,6 +31,8 @@ class RunSummary:
     verdict: Verdict
     changes: tuple[tuple[str, tuple[Change, ...]], ...]
     """(stage, its results)"""
+    seal: str
+    """that `rlhf verify` has computed its numbers again, if it has"""
 
     @property
     def duration(self) -> str:
@@ -114,7 +116,7 @@ def render_report(
 
 def _summary(run: RunRecord, colour: int) -> RunSummary:
     by_stage = tuple((stage.directory.name, tuple(changes(stage))) for stage in reversed(run.stages))
-    return RunSummary(run, colour, judge(run), by_stage)
+    return RunSummary(run, colour, judge(run), by_stage, seal.describe(run.path))
 
 
 def _stage_figures(stages: figures.Stages, declaration: Declaration) -> StageFigures:

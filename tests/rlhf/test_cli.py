@@ -30,7 +30,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        message + "report, evaluate, evaluate-reward, pairs, chat, export, push\n",
+        message + "report, verify, evaluate, evaluate-reward, pairs, chat, export, push\n",
     )
 
 
@@ -39,7 +39,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     {
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--max-rows",
-        "pairs": "--prompts",
+        "pairs": "--prompts", "verify": "output directory of a run",
         "chat": "--compare", "export": "--merge", "push": "--private",
     }.items(),
 )  # fmt: skip

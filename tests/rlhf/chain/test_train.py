@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf import console, errors
 from rlhf.chain import command as train
+from rlhf.chain import verify
 from rlhf.config import yaml_files
 from rlhf.launch import launcher
 from rlhf.storage import manifests
+from tests.support import changed_runs
 from tests.support.programs import STATUS, without_status
 
 ROOT = Path(train.__file__).parents[2]
@@ -162,6 +164,29 @@ def test_transformers_loads_what_comes_out(out: Path) -> None:
         assert torch.isfinite(model(ids).logits).all()
         tokenizer = AutoTokenizer.from_pretrained(out / path)
         assert tokenizer.chat_template and tokenizer.eos_token_id == model.config.eos_token_id
+
+
+def test_a_run_proves_itself(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.main([str(out)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"score of the samples, the farthest of \d\d ", text) and "DIFFERS" not in text
+    assert "Verified on 20" in (out / "report.html").read_text(encoding="utf-8")
+    (out / "verified.json").unlink()
+
+
+@pytest.mark.parametrize("change", changed_runs.CHANGES)
+def test_a_changed_run_does_not(
+    out: Path, tmp_path: Path, change: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the digests; and by its numbers, if the digests were made after the change."""
+    stage = tmp_path / "step1_sft"
+    shutil.copytree(out / "step1_sft", stage)
+    change(stage)
+    assert verify.main([str(stage)]) == 1
+    assert re.search("can be computed again .*(damaged|edited).*DIFFERS", capsys.readouterr().out)
+    changed_runs.reseal(stage)
+    assert verify.main([str(stage)]) == 1
+    assert re.search("eval_perplexity .*DIFFERS", capsys.readouterr().out)
 
 
 def test_each_stage_names_what_it_started_from(out: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from data.preview.command import PreviewConfig
 from rlhf.chain import report
 from rlhf.chain.stages import STAGES
+from rlhf.chain.verify import VerifyConfig
 from rlhf.cli import main as cli_main
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -342,9 +343,10 @@ def test_the_commands_of_the_page_are_accepted() -> None:
     commands = [
         line.split() for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
     ]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for _, verb, *options in commands:
-        parser.parse({"report": report.ReportConfig, "preview": PreviewConfig}[verb], options, verb, "")
+        config = {"report": report.ReportConfig, "verify": VerifyConfig, "preview": PreviewConfig}[verb]
+        parser.parse(config, options, verb, "")
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

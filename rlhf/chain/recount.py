@@ -1,0 +1,355 @@
+"""What finished stages claim, computed again by plain transformers, and by peft for adapters.
+
+Nothing of this project's forward code is used: no packed rows, no kernels, no engine, no score head of its own. The
+rows and their ids are those that the data preparation gives for the saved tokenizer. Each row goes through the saved
+model alone, in fp32 and without padding.
+
+The bounds are derived. A run computes in a dtype with the step eps, so that one rounding is off by eps / sqrt(12) of a
+number in the root mean square. From the ids to a logit or score, a layer rounds ROUNDINGS times, and in fp32 each of
+its PRODUCTS adds up `width` terms, with a rounding each; dtypes of fewer bits are summed in fp32. The errors of n
+roundings add up like a random walk (Higham & Mary 2019, SIAM J. Sci. Comput. 41), so that a number is off by
+
+    s = eps / sqrt(12) sqrt(n) scale,  n = layers (ROUNDINGS + PRODUCTS width)
+
+with the root mean square of the logits, or scores, as `scale`. The largest of N such errors is below z s, with
+z = sqrt(2 log(2 N / P)), but with probability P. A log-prob is a logit less a log-sum-exp: sqrt(2) s; the log-sum-exp
+of rounded logits is s^2 / 2 too large in the mean. The KL of T tokens has 2 T log-probs. Counts have no error.
+"""
+
+import gc
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from data.build.pipeline import Recipe
+from data.config import DataOptions
+from data.dataset import PhaseData, open_datasets
+from rlhf import plugins
+from rlhf.chain.stages import STAGES
+from rlhf.chat.run_models import input_path
+from rlhf.config import validate
+from rlhf.errors import UserError
+from rlhf.evaluation.results_table import distinct
+from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import is_adapter
+from rlhf.maths.preferences import in_order
+from rlhf.models.load import explain_load_errors
+from rlhf.models.reading import KEY
+from rlhf.report.records import StageRecord, read_stage
+from rlhf.rewards import split_weight
+from rlhf.storage import manifests
+from rlhf.text.dialogues import Template
+from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer, same_ids
+
+ROUNDINGS = 16
+"""of a layer: two norms, rotation, scores, softmax, seven products, activation, gate, two sums"""
+PRODUCTS = 7
+P = 1e-6
+PROMPTS = 16
+"""to which a policy responds, until one response ends"""
+EPS = 2.0**-23
+"""the step of fp32"""
+Response = tuple[Sequence[int], list[int], bool]
+"""ids of a prompt, of the response, and whether it has ended"""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A number that a run claims, and what was computed instead."""
+
+    name: str
+    claim: Any
+    recount: Any
+    """None: it was not computed again, for the reason in `name`"""
+    bound: float = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two are within the bound of each other; NaN never is."""
+        if self.recount is None or isinstance(self.claim, str):
+            return self.recount is None or bool(self.claim == self.recount)
+        return bool(abs(self.claim - self.recount) <= self.bound)
+
+    @property
+    def line(self) -> str:
+        """The row of a table with the columns name, claim, recount and bound."""
+        cells = [x if isinstance(x, str) else f"{x:.7g}" for x in (self.claim, self.recount) if x is not None]
+        cells += ["not computed"] if self.recount is None else [f"{self.bound:.1g}" if self.bound else "equal"]
+        return f"  {self.name:<52}{''.join(f'{cell:>14}' for cell in cells)}{'' if self.holds else '  DIFFERS'}"
+
+
+def same(name: str, is_same: bool) -> Claim:
+    """A claim of something that is no number."""
+    return Claim(name, "as recorded", "as recorded" if is_same else "another")
+
+
+def largest_error(spread: float, count: int) -> float:
+    """The bound z s of `count` numbers. spread: s"""
+    return math.sqrt(2 * math.log(2 * max(1, count) / P)) * spread
+
+
+def mean_error(spread: float, count: int) -> float:
+    """The bound of the mean of `count` log-probs. spread: s of a logit"""
+    return largest_error(spread, 1) * math.sqrt(2 / count) + spread**2 / 2
+
+
+def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
+    """The finished stages of a run, or the one that it is, with their steps. Raises: UserError without any."""
+    folders = {step: run if run.name == each.name else run / each.name for step, each in STAGES.items()}
+    finished = [step for step, folder in folders.items() if (folder / manifests.MANIFEST).is_file()]
+    stages = [step for step in finished if folders[step].name == STAGES[step].name]
+    if not stages:
+        names = ", ".join(each.name for each in STAGES.values())
+        raise UserError(f"{run}: got no finished stage, expected a run with {manifests.MANIFEST} in one of {names}")
+    return [(step, read_stage(folders[step], STAGES[step])) for step in stages]
+
+
+def sealed_files(stage: StageRecord) -> list[Path]:
+    """The files of a stage that its numbers depend on."""
+    report, models = stage.declaration.report, (stage.manifest or {})["files"]
+    names = [manifests.MANIFEST, manifests.METRICS, report.samples, report.pair_scores, *models]
+    return [stage.directory / name for name in names if name and (stage.directory / name).is_file()]
+
+
+def recount(step: int, stage: StageRecord) -> Iterator[Claim]:
+    """All claims of a stage. One that cannot be computed again, because of damage for example, does not hold."""
+    try:
+        manifests.read_manifest(stage.directory)
+        yield same("manifest and files of the models", True)
+        yield from {1: _fine_tuning, 2: _reward_model, 3: _reinforcement}[step](Recount(stage))
+    except UserError as error:
+        yield Claim("can be computed again", "yes", f"no: {error}")
+
+
+class Recount:
+    """A finished stage: its files, its data, and its models as plain transformers loads them."""
+
+    def __init__(self, stage: StageRecord) -> None:
+        self.stage, self.manifest = stage, stage.manifest or {}
+        self.config, self.metrics = self.manifest["config"], self.manifest["metrics"]
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.config.get("quantize", "none") != "none":
+            raise UserError("it ran on quantised weights, which plain transformers does not have")
+
+    def path(self, folder: str) -> str:
+        return str(self.stage.directory / folder)
+
+    def input(self, name: str) -> str:
+        """The path, or hub id, of a model that the stage started from."""
+        return resolve(str(input_path(self.manifest, name, self.stage.directory.parent)))
+
+    def model(self, path: str, classifier: bool = False) -> tuple[Any, float]:
+        """A language model, or a classifier with one label, in fp32; and s / scale in the dtype of the run."""
+        gc.collect()  # the model before this one
+        options: dict[str, Any] = {"num_labels": 1} if classifier else {}
+        auto: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+        with explain_load_errors(path):
+            if is_adapter(Path(path)):
+                import peft  # it takes more than a second
+
+                auto = getattr(peft, auto.__name__.replace("Auto", "AutoPeft"))
+            model = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False, **options)
+            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if classifier:  # it is read at the last id, also where a policy has sampled the id of padding
+            model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
+        text, eps = config.get_text_config(), torch.finfo(config.dtype or torch.float32).eps
+        sums = PRODUCTS * text.hidden_size if eps == EPS else 0
+        roundings = text.num_hidden_layers * (ROUNDINGS + sums)
+        return model.eval().to(self.device), eps * math.sqrt(roundings / 12)
+
+    def data(self, folder: str, recipe: Recipe) -> tuple[PhaseData[Any], Template]:
+        """The rows as the saved tokenizer gives them, and its template."""
+        tokenizer = prepare_tokenizer(load_tokenizer(self.path(folder)), "auto")
+        values = {name: self.config[name] for name in DataOptions.model_fields if name in self.config}
+        return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer), Template(tokenizer)
+
+    def files(self, data: PhaseData[Any], template: Template) -> Iterator[Claim]:
+        """Claims of every stage: its numbers in both files, its rows, its template."""
+        [last] = self.stage.of_kind("eval")[-1:] or [{}]
+        numbers = {name: x for name, x in self.metrics.items() if x is not None}
+        agree = sum(last.get(name) == float(f"{x:.6g}") for name, x in numbers.items())
+        yield Claim("numbers of the manifest that metrics.jsonl has", len(numbers), agree)
+        recorded = self.manifest["data"]
+        sources = ((source["data_path"], source["fingerprint"]) for source in data.report["sources"])
+        yield same("rows of the data", all(recorded.get(path) == fingerprint for path, fingerprint in sources))
+        yield same("chat template, end token", describe_template(template.tokenizer) == self.manifest["template"])
+
+    def mean(self, name: str, values: Tensor, what: str = "") -> Claim:
+        """The mean of N numbers of fp32, which fp32 adds up with N roundings."""
+        bound = len(values) * EPS * values.abs().mean().item()
+        return Claim(f"{name}{what}", self.metrics[name], values.double().mean().item(), bound)
+
+
+@torch.no_grad()
+def outputs(model: Any, ids: Sequence[int]) -> Tensor:
+    """What a model computes of a row: the logits of each id, or a score. Raises: UserError for unknown ids."""
+    if max(ids) >= model.get_input_embeddings().num_embeddings:
+        raise UserError("the saved tokenizer gives ids that the model does not have")
+    logits: Tensor = model(input_ids=torch.tensor([ids], device=model.device)).logits[0]
+    return logits
+
+
+def log_probs(model: Any, ids: Sequence[int], start: int = 1, temperature: float = 1.0) -> tuple[Tensor, float]:
+    """The log-probs of the ids from `start` on, float64 [T], and the mean square of a logit."""
+    logits = outputs(model, ids)[-len(ids) :].float() / temperature  # virtual tokens stand before the ids
+    logits = logits[start - 1 : -1]
+    index = torch.tensor(ids[start:], device=logits.device)[:, None]
+    return logits.log_softmax(-1).gather(1, index)[:, 0].double().cpu(), logits.square().mean().item()
+
+
+def scores(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+    """The score of each row by a classifier, float64 [N]."""
+    return torch.tensor([float(outputs(model, row)[0]) for row in rows], dtype=torch.float64)
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
+
+
+def _fine_tuning(run: Recount) -> Iterator[Claim]:
+    data, template = run.data("model", Recipe("sft", run.config["loss_on"], run.config["objective"]))
+    yield from run.files(data, template)
+    model, rounding = run.model(run.path("model"))
+    rows = [(row, *log_probs(model, row.ids)) for row in data.evaluation]
+    learned = torch.cat([values[start - 1 : end - 1] for row, values, _ in rows for start, end in row.spans])
+    scale = math.sqrt(sum(square for _, _, square in rows) / len(rows))
+    bound = mean_error(rounding * scale, len(learned)) + EPS * scale
+    perplexity = math.exp(-learned.mean().item())
+    yield Claim("eval_perplexity", run.metrics["eval_perplexity"], perplexity, perplexity * math.expm1(bound))
+    prompts = [row.ids[: row.spans[-1][0]] for row in data.evaluation[:PROMPTS]]
+    yield _ends(model, prompts, template, run.config["max_length"])
+
+
+def _reward_model(run: Recount) -> Iterator[Claim]:
+    data, template = run.data("model", Recipe("reward"))
+    yield from run.files(data, template)
+    model, rounding = run.model(run.path("model"), classifier=True)
+    m, pairs = run.metrics, data.evaluation
+    both = torch.stack([scores(model, [getattr(x, side) for x in pairs]) for side in ("chosen", "rejected")])
+    gap, bound = both[0] - both[1], largest_error(rounding * _rms(both), both.numel())
+    weight = torch.from_numpy(pairs.weights).double() / pairs.batch_elements
+    near = float(weight[gap.abs() <= 2 * bound].sum())  # rounding can change the order of these pairs
+    yield Claim("eval_accuracy", m["eval_accuracy"], float((weight * in_order(gap)).sum()), near + len(gap) * EPS)
+    yield Claim("eval_loss", m["eval_loss"], float((weight * softplus(-gap)).sum()), 2 * bound)
+    yield Claim("eval_margin", m["eval_margin"], float((weight * gap).sum()), 2 * bound)
+    yield Claim("eval_score_mean", m["eval_score_mean"], both.mean().item(), bound)
+    yield Claim("eval_score_std", m["eval_score_std"], both.std(correction=0).item(), bound)
+    for name, values in zip(("chosen", "rejected"), both, strict=True):
+        # The file has the pairs in the order of their lengths. Sorting brings two lists no further apart.
+        saved = sorted((run.stage.pair_scores or {}).get(name, ()))
+        yield _farthest(f"scores of the {name} sides", saved, values.sort().values, bound)
+
+
+def _reinforcement(run: Recount) -> Iterator[Claim]:
+    data, template = run.data("actor", Recipe("ppo"))
+    yield from run.files(data, template)
+    samples = run.stage.samples
+    if not samples:
+        raise UserError("it has no samples of held-out responses")
+    rows = data.evaluation[: len(samples)]
+    texts = [template.prompt_text(row.row.prompt, row.row.variables) for row in rows]
+    yield same("prompts of the samples", texts == [sample["prompt"] for sample in samples])
+    for name in ("score_before", "score", "judge_before", "judge", "kl"):
+        if name in samples[0]:
+            yield run.mean(
+                f"eval_{name}", torch.tensor([float(sample[name]) for sample in samples]), ", of the samples"
+            )
+    for folder in run.manifest["models"]:
+        if folder == "critic":
+            yield same("critic can be loaded", bool(run.model(run.path(folder), classifier=True)))
+        else:
+            policy, _ = run.model(run.path(folder))
+            prompts = [row.ids for row in rows[:PROMPTS]]
+            yield _ends(policy, prompts, template, run.config["response_length"], f" of {folder}")
+    if "tokens" not in samples[0]:
+        yield Claim("samples, saved without ids by an earlier version", len(samples), None)
+        return
+    yield from _responses(run, [row.ids for row in rows], template)
+
+
+def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Template) -> Iterator[Claim]:
+    """Claims on the saved responses: texts, lengths, ends, KL and scores."""
+    samples, temperature = run.stage.samples, run.config["temperature"]
+    (actor, rounding), responses = run.model(run.path("actor")), [sample["tokens"] for sample in samples]
+    ended = [ids[-1] in _end_ids(actor, template) for ids in responses]
+    triples = list(zip(prompts, responses, ended, strict=True))
+    texts = [template.response_text(ids[:-1] if end else ids) for _, ids, end in triples]
+    yield same("texts of the samples", texts == [sample["after"] for sample in samples])
+    lengths = torch.tensor([float(len(ids)) for ids in responses])
+    yield run.mean("eval_response_length", lengths)
+    yield run.mean("eval_ended", torch.tensor(ended).float())
+    yield Claim("eval_distinct_2", run.metrics["eval_distinct_2"], distinct(responses, 2), EPS)
+
+    after = [log_probs(actor, (*prompt, *ids), len(prompt), temperature) for prompt, ids, _ in triples]
+    del actor
+    reference, _ = run.model(run.input("actor_model"))
+    before = [log_probs(reference, (*prompt, *ids), len(prompt), temperature) for prompt, ids, _ in triples]
+    del reference
+    spread = rounding * math.sqrt(sum(square for _, square in after + before) / (2 * len(triples)))
+    kl = torch.stack([(a - b).sum() for (a, _), (b, _) in zip(after, before, strict=True)])
+    bound = 2 * largest_error(spread, 1) * lengths.sum().sqrt().item() / len(kl) + len(kl) * EPS * kl.abs().mean()
+    yield Claim("eval_kl", run.metrics["eval_kl"], kl.mean().item(), float(bound))
+    bound = 2 * largest_error(spread, len(kl)) * lengths.max().sqrt()
+    yield _farthest("KL of the samples", [sample["kl"] for sample in samples], kl, float(bound))
+    nlls = -torch.cat([values for values, _ in before])
+    nll = nlls.mean().item()
+    yield Claim("eval_ref_nll", run.metrics["eval_ref_nll"], nll, mean_error(spread, len(nlls)) + len(nlls) * EPS * nll)
+    yield _scores(run, template, triples)
+
+
+def _scores(run: Recount, template: Template, responses: Sequence[Response]) -> Claim:
+    """The claim on the scores, if they are those of one reward model with the policy's tokenizer."""
+    (weight, spec), *others = [split_weight(spec) for spec in run.config["reward"]]
+    source, options = plugins.parse_spec(spec)
+    if others or source != "learned" or set(options) - {"model"}:
+        return Claim(f"score of the samples, by {' '.join(run.config['reward'])}", len(responses), None)
+    path = manifests.resolve_model_path(options.get("model") or run.input("reward_model"), "model", "critic")
+    if not same_ids(prepare_tokenizer(load_tokenizer(path), "auto"), template.tokenizer):
+        return Claim("score of the samples, by another tokenizer", len(responses), None)
+    model, rounding = run.model(path, classifier=True)
+    ending = getattr(model.config, KEY, None) or [template.tokenizer.eos_token_id]
+    plain = scores(model, [(*prompt, *ids[:-1], *ending) if end else (*prompt, *ids) for prompt, ids, end in responses])
+    penalty = (run.config["missing_eos_penalty"] or 0.0) * torch.tensor([not end for _, _, end in responses])
+    bound = abs(weight) * largest_error(rounding * _rms(plain), len(plain))
+    return _farthest("score of the samples", [x["score"] for x in run.stage.samples], weight * plain - penalty, bound)
+
+
+def _farthest(name: str, claims: Sequence[float], values: Tensor, bound: float) -> Claim:
+    """The largest difference between N saved numbers and those computed again."""
+    if len(claims) != len(values):
+        return Claim(f"{name}, their number", len(claims), len(values))
+    worst = int((torch.tensor(claims, dtype=torch.float64) - values).abs().argmax())
+    return Claim(f"{name}, the farthest of {len(values)}", claims[worst], values[worst].item(), bound)
+
+
+def _end_ids(model: Any, template: Template) -> set[int]:
+    """The ids at which a response of the saved model ends."""
+    ids = model.generation_config.eos_token_id
+    return {template.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+
+
+def _ends(model: Any, prompts: Sequence[Sequence[int]], template: Template, limit: int, name: str = "") -> Claim:
+    """Whether `generate` of the saved model ends a response. The model itself says how probable it is that it writes
+    none of the ends."""
+    ends, name = [*_end_ids(model, template)], f"a response of `generate`{name} ends"
+    options = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, max_new_tokens=limit, pad_token_id=template.tokenizer.pad_token_id,
+        eos_token_id=model.generation_config.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    log_none = 0.0
+    for prompt in prompts:
+        ids = model.generate(input_ids=torch.tensor([prompt], device=model.device), generation_config=options)
+        row = ids[0].tolist()
+        if row[-1] in ends:
+            return Claim(name, "yes", "yes")
+        end = outputs(model, row)[-len(row) :][len(prompt) - 1 : -1].softmax(-1)[:, ends].sum(1)
+        log_none += torch.log1p(-end.double()).sum().item()
+    return Claim(name, "yes" if log_none < math.log(P) else "need not", "no" if log_none < math.log(P) else "need not")

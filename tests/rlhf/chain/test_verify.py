@@ -1,0 +1,146 @@
+"""`rlhf verify`: honest runs hold, whatever they are made of; the bounds are those of rounding, and no wider."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlhf.chain import recount, verify
+from rlhf.chain.recount import Claim
+from rlhf.errors import UserError
+from rlhf.report import seal
+from tests.rlhf.chain.test_train import SMALL
+from tests.support import tiny
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_what_holds() -> None:
+    assert Claim("", 1.0, 1.01, 0.02).holds and not Claim("", 1.0, 1.01, 0.005).holds
+    assert Claim("", 3, 3).holds and not Claim("", 3, 2).holds and not Claim("", 1.0, float("nan"), 9.0).holds
+    assert Claim("", "yes", "yes").holds and not Claim("", "yes", "no").holds
+    assert Claim("", 7, None).holds, "what was not computed is no difference"
+
+
+def log_probs(model: Any, rows: Sequence[list[int]]) -> tuple[Tensor, float]:
+    values = [recount.log_probs(model, row) for row in rows]
+    return torch.cat([each for each, _ in values]), (sum(square for _, square in values) / len(values)) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_bound_holds_and_is_no_wider_than_it_must(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The same weights in the dtype of a run, and in float64 in place of exact numbers."""
+    model: Any = tiny.causal_lm(family).to(dtype)
+    model.save_pretrained(tmp_path)
+    rows = [ids[mask].tolist() for ids, mask in [*zip(*vars_of(tiny.sequences([40] * 24, [1] * 24)), strict=True)]]
+    run = recount.Recount.__new__(recount.Recount)
+    run.device = "cpu"
+    _, relative = run.model(str(tmp_path))
+    computed, scale = log_probs(model, rows)
+    exact, _ = log_probs(model.double(), rows)
+    spread = relative * scale
+    error = (computed - exact).abs()
+    bound = 2**0.5 * recount.largest_error(spread, len(error))
+    assert error.max() < bound < 300 * error.max()
+    assert (computed - exact).mean().abs() < recount.mean_error(spread, len(error))
+
+
+def vars_of(rows: Any) -> tuple[Tensor, Tensor]:
+    return rows.ids, rows.mask
+
+
+def test_a_seal_is_of_these_files_only(tmp_path: Path) -> None:
+    files = [tmp_path / "a/manifest.json", tmp_path / "a/model/weights"]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    assert seal.describe(tmp_path) == ""
+    seal.write(tmp_path, files, 12)
+    words = seal.describe(tmp_path)
+    assert "12 numbers" in words and f"torch {torch.__version__}" in words
+    files[1].write_text("2")
+    assert seal.describe(tmp_path) == "", "the same size, another content"
+    files[1].write_text("1")
+    assert seal.describe(tmp_path) == words
+    files[0].unlink()
+    assert seal.describe(tmp_path) == ""
+    for damaged in ("", "[]", "{}", '{"files": {}, "versions": {}, "date": "", "numbers": 1}'):
+        (tmp_path / seal.SEAL).write_text(damaged)
+        assert seal.describe(tmp_path) == ""
+
+
+def test_a_path_without_a_finished_stage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step1_sft").mkdir()
+    for path in (tmp_path, tmp_path / "step1_sft"):
+        with pytest.raises(UserError, match="got no finished stage"):
+            verify.main([str(path)])
+    with pytest.raises(UserError, match="no run is named"):
+        verify.main([])
+
+
+def train(out: Path, *words: str) -> None:
+    command = [sys.executable, "train.py", *SMALL, *words, "--output-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "out"
+    train(out)
+    return out
+
+
+STEP_3 = ("--steps", "3")
+LORA = (
+    "--adapter",
+    "lora,r=8",
+    "--sft.learning-rate",
+    "0.01",
+    "--reward.learning-rate",
+    "0.01",
+    "--ppo.kl-coef",
+    "0.05",
+)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--dtype", "bf16"),
+        LORA,
+        (*LORA, "--dtype", "bf16", "--ppo.learning-rate", "0.001"),
+        ("--config", "configs/demo.yaml", *LORA, "--share-trunk", "--actor-model", "BASE", "--reward-model", "BASE"),
+        ("--ppo.algorithm", "rloo", "--ppo.num-generations", "4", *STEP_3),
+        ("--ppo.algorithm", "grpo", "--ppo.num-generations", "4", *STEP_3),
+        ("--ppo.algorithm", "reinforce", "--ppo.missing-eos-penalty", "1", "--ppo.response-length", "7", *STEP_3),
+        ("--ppo.algorithm", "a2c", "--ppo.num-ppo-epochs", "1", "--ppo.num-mini-batches", "1", *STEP_3),
+        ("--ppo.algorithm", "best_of_n", "--ppo.num-generations", "4", *STEP_3),
+        ("--ppo.temperature", "0.7", "--ppo.ema-decay", "0.9", "--ppo.critic-model", "policy", *STEP_3),
+    ],
+    ids=lambda words: " ".join(words) or "demo",
+)  # fmt: skip
+def test_an_honest_run_holds(
+    finished: Path, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    if words:
+        for stage in ("step1_sft", "step2_reward") if "--steps" in words else ():
+            shutil.copytree(finished / stage, out / stage)
+        train(out, *(word.replace("BASE", str(finished / "step1_sft/model")) for word in words))
+    assert verify.main([str(out if words else finished)]) == 0, capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "DIFFERS" not in text and "score of the samples" in text and "not computed" not in text
+    sealed = json.loads(((out if words else finished) / seal.SEAL).read_text(encoding="utf-8"))
+    assert {name.split("/")[0] for name in sealed["files"]} == {"step1_sft", "step2_reward", "step3_ppo"}
