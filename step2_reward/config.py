@@ -5,10 +5,11 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf.config import Config
-from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
+BASELINES = (("eval_words_rule", "a bag of words"), ("eval_length_rule", "the greater length"))
 STAGE = Declaration(
     name="step2_reward",
     title="A pairwise reward model on preferences.",
@@ -31,9 +32,11 @@ STAGE = Declaration(
             Curve("Share of the device's peak", ("share_of_peak",)),
         ),
         results=(
-            Result("eval_accuracy", "held-out pairs in the right order", share=True),
+            Result("eval_accuracy", "held-out pairs in the right order", share=True, baselines=BASELINES),
             Result("eval_loss", "loss on held-out pairs"),
         ),
+        # The head is drawn so that scores are about N(0, 1): E log(1 + exp(-gap)) is between ln 2 and ln 2 + 2/8.
+        invariants=(Invariant("first loss of a batch, ln 2 = 0.693 for a head of zero", "loss", 0.35, 1.3),),
         pair_scores="heldout_scores.json",
     ),
     cards={

@@ -5,6 +5,7 @@ What is minimised is a file of step2_reward/objectives/; `pairwise` is the defau
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +22,9 @@ from rlhf.engine.export import save_scalar
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
 from rlhf.maths import losses
+from rlhf.maths.bag_of_words import preference_gaps
 from rlhf.maths.losses import Loss
+from rlhf.maths.preferences import in_order
 from rlhf.models import adapter_files, sequence_parallel
 from rlhf.models.load import Loading, set_dropout
 from rlhf.models.reading import set_reading
@@ -45,6 +48,9 @@ from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged
 from step2_reward.objectives import Objective, ScoredPairs
 from step2_reward.plan import workload
+
+MEASURED = 20_000
+"""training pairs of which the bag of words learns"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,19 @@ class RewardModelling:
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id
         scores_file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
-        return evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores, scores_file)
+        metrics = evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores, scores_file)
+        return metrics | {"eval_words_rule": self._words_rule}
+
+    @cached_property
+    def _words_rule(self) -> float:
+        """The accuracy of a bag of words of the training pairs, on the held-out pairs."""
+        held_out = self._data.evaluation
+        train, measured = (
+            [(x.chosen[x.prompt_length :], x.rejected[x.prompt_length :]) for x in pairs]
+            for pairs in (self._data.train[:MEASURED], held_out)
+        )
+        weight = torch.from_numpy(held_out.weights).double()
+        return float((weight * in_order(preference_gaps(train, measured))).sum() / weight.sum())
 
     def require_converged(self, metrics: Metrics) -> None:
         require_converged(metrics, self._data.evaluation.batch_elements, self._config.learning_rate)

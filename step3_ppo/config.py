@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from data.config import DataOptions
 from rlhf import console, plugins
 from rlhf.config import Config, parser
-from rlhf.config.declaration import Curve, Declaration, Frontier, ModelWords, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, Phase, ReportParts, Result
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
@@ -77,6 +77,12 @@ STAGE = Declaration(
         frontiers=(
             Frontier("Score against KL", (("kl", "score", "training"), ("eval_kl", "eval_score", "held out"))),
             Frontier("Judge against KL", (("eval_kl", "eval_judge", "held out"),)),
+        ),
+        invariants=(
+            Invariant("first ratio is 1: its standard deviation", "first_ratio_std", 0.0, 1e-3, 5e-2),
+            Invariant("first step has not moved: its approx_kl", "first_approx_kl", -1e-3, 1e-3, 5e-2),
+            Invariant("policy is its reference before training: KL, nats", "eval_kl", -1e-3, 1e-3, 5e-2, kind="eval"),
+            Invariant("policy has moved: other responses", "eval_changed", 1e-3, 1.0, kind="eval", at_end=True),
         ),
         samples="samples.jsonl",
         distance="kl",

@@ -8,6 +8,7 @@ from rlhf import generation, plugins, rewards
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
+from rlhf.maths.intervals import power
 from rlhf.models.adapter_files import base_of, on_base
 from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on, extended_ids
@@ -81,6 +82,7 @@ def workload(
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
         iterations=iterations(config),
         eval_rows=config.eval_rows,
+        note=f"evaluation: {power(min(config.eval_samples, config.max_eval_rows))}" if config.max_eval_rows else "",
     )
 
 

@@ -20,6 +20,7 @@ from data.build.report import count_outcomes
 from data.dataset import PhaseData, PromptDataset
 from data.read.records import Phase
 from rlhf.errors import UserError
+from rlhf.maths.intervals import power
 from rlhf.storage.disk import atomic_directory, write_json
 from rlhf.text.dialogues import Template
 
@@ -119,6 +120,8 @@ class Screen:
         train = opened.train
         unit = "contexts" if recipe.objective == "text" else "rows"
         self._print(f"{recipe.phase}: {len(train):,} {unit} to train on, {len(opened.evaluation):,} held out")
+        if recipe.phase == "ppo" and len(opened.evaluation):
+            self._print(f"{recipe.phase}: {power(len(opened.evaluation))}")
         if recipe.phase != "ppo" and recipe.objective != "text":
             self._print(f"{recipe.phase}: {describe_frame(self._tokenizer)}")
         if rows:

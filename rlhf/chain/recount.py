@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from data.build.pipeline import Recipe
 from data.config import DataOptions
@@ -35,12 +35,13 @@ from rlhf import plugins
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path
 from rlhf.config import validate
+from rlhf.engine.precision import BY_NAME
 from rlhf.errors import UserError
 from rlhf.evaluation.results_table import distinct
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
 from rlhf.maths.preferences import in_order
-from rlhf.models.load import explain_load_errors
+from rlhf.models.load import explain_load_errors, load_config
 from rlhf.models.reading import KEY
 from rlhf.report.records import StageRecord, read_stage
 from rlhf.rewards import split_weight
@@ -56,8 +57,6 @@ PROMPTS = 16
 """to which a policy responds, until one response ends"""
 EPS = 2.0**-23
 """the step of fp32"""
-Response = tuple[Sequence[int], list[int], bool]
-"""ids of a prompt, of the response, and whether it has ended"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +103,9 @@ def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
     """The finished stages of a run, or the one that it is, with their steps. Raises: UserError without any."""
     folders = {step: run if run.name == each.name else run / each.name for step, each in STAGES.items()}
     finished = [step for step, folder in folders.items() if (folder / manifests.MANIFEST).is_file()]
-    stages = [step for step in finished if folders[step].name == STAGES[step].name]
-    if not stages:
-        names = ", ".join(each.name for each in STAGES.values())
-        raise UserError(f"{run}: got no finished stage, expected a run with {manifests.MANIFEST} in one of {names}")
-    return [(step, read_stage(folders[step], STAGES[step])) for step in stages]
+    if not finished:
+        raise UserError(f"{run}: got no finished stage, expected the --output-dir of a run, or one of its stages")
+    return [(step, read_stage(folders[step], STAGES[step])) for step in finished]
 
 
 def sealed_files(stage: StageRecord) -> list[Path]:
@@ -156,10 +153,11 @@ class Recount:
 
                 auto = getattr(peft, auto.__name__.replace("Auto", "AutoPeft"))
             model = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False, **options)
-            config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if classifier:  # it is read at the last id, also where a policy has sampled the id of padding
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
-        text, eps = config.get_text_config(), torch.finfo(config.dtype or torch.float32).eps
+        saved: Any = load_config(path)  # in the dtype that the run chose
+        dtype = BY_NAME.get(self.config["dtype"]) or saved.dtype or torch.float32
+        text, eps = saved.get_text_config(), torch.finfo(dtype).eps
         sums = PRODUCTS * text.hidden_size if eps == EPS else 0
         roundings = text.num_hidden_layers * (ROUNDINGS + sums)
         return model.eval().to(self.device), eps * math.sqrt(roundings / 12)
@@ -209,10 +207,6 @@ def scores(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([float(outputs(model, row)[0]) for row in rows], dtype=torch.float64)
 
 
-def _rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
 def _fine_tuning(run: Recount) -> Iterator[Claim]:
     data, template = run.data("model", Recipe("sft", run.config["loss_on"], run.config["objective"]))
     yield from run.files(data, template)
@@ -233,7 +227,7 @@ def _reward_model(run: Recount) -> Iterator[Claim]:
     model, rounding = run.model(run.path("model"), classifier=True)
     m, pairs = run.metrics, data.evaluation
     both = torch.stack([scores(model, [getattr(x, side) for x in pairs]) for side in ("chosen", "rejected")])
-    gap, bound = both[0] - both[1], largest_error(rounding * _rms(both), both.numel())
+    gap, bound = both[0] - both[1], largest_error(rounding * both.square().mean().sqrt().item(), both.numel())
     weight = torch.from_numpy(pairs.weights).double() / pairs.batch_elements
     near = float(weight[gap.abs() <= 2 * bound].sum())  # rounding can change the order of these pairs
     yield Claim("eval_accuracy", m["eval_accuracy"], float((weight * in_order(gap)).sum()), near + len(gap) * EPS)
@@ -258,9 +252,8 @@ def _reinforcement(run: Recount) -> Iterator[Claim]:
     yield same("prompts of the samples", texts == [sample["prompt"] for sample in samples])
     for name in ("score_before", "score", "judge_before", "judge", "kl"):
         if name in samples[0]:
-            yield run.mean(
-                f"eval_{name}", torch.tensor([float(sample[name]) for sample in samples]), ", of the samples"
-            )
+            values = torch.tensor([float(sample[name]) for sample in samples])
+            yield run.mean(f"eval_{name}", values, ", of the samples")
     for folder in run.manifest["models"]:
         if folder == "critic":
             yield same("critic can be loaded", bool(run.model(run.path(folder), classifier=True)))
@@ -268,10 +261,10 @@ def _reinforcement(run: Recount) -> Iterator[Claim]:
             policy, _ = run.model(run.path(folder))
             prompts = [row.ids for row in rows[:PROMPTS]]
             yield _ends(policy, prompts, template, run.config["response_length"], f" of {folder}")
-    if "tokens" not in samples[0]:
+    if "tokens" in samples[0]:
+        yield from _responses(run, [row.ids for row in rows], template)
+    else:
         yield Claim("samples, saved without ids by an earlier version", len(samples), None)
-        return
-    yield from _responses(run, [row.ids for row in rows], template)
 
 
 def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Template) -> Iterator[Claim]:
@@ -304,8 +297,9 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     yield _scores(run, template, triples)
 
 
-def _scores(run: Recount, template: Template, responses: Sequence[Response]) -> Claim:
-    """The claim on the scores, if they are those of one reward model with the policy's tokenizer."""
+def _scores(run: Recount, template: Template, responses: Sequence[tuple[Any, ...]]) -> Claim:
+    """The claim on the scores, if they are those of one reward model with the policy's tokenizer. responses: ids of the
+    prompt and of the response, and whether it has ended"""
     (weight, spec), *others = [split_weight(spec) for spec in run.config["reward"]]
     source, options = plugins.parse_spec(spec)
     if others or source != "learned" or set(options) - {"model"}:
@@ -317,7 +311,7 @@ def _scores(run: Recount, template: Template, responses: Sequence[Response]) -> 
     ending = getattr(model.config, KEY, None) or [template.tokenizer.eos_token_id]
     plain = scores(model, [(*prompt, *ids[:-1], *ending) if end else (*prompt, *ids) for prompt, ids, end in responses])
     penalty = (run.config["missing_eos_penalty"] or 0.0) * torch.tensor([not end for _, _, end in responses])
-    bound = abs(weight) * largest_error(rounding * _rms(plain), len(plain))
+    bound = abs(weight) * largest_error(rounding * plain.square().mean().sqrt().item(), len(plain))
     return _farthest("score of the samples", [x["score"] for x in run.stage.samples], weight * plain - penalty, bound)
 
 
@@ -329,16 +323,16 @@ def _farthest(name: str, claims: Sequence[float], values: Tensor, bound: float) 
     return Claim(f"{name}, the farthest of {len(values)}", claims[worst], values[worst].item(), bound)
 
 
-def _end_ids(model: Any, template: Template) -> set[int]:
+def _end_ids(model: Any, template: Template) -> list[int]:
     """The ids at which a response of the saved model ends."""
     ids = model.generation_config.eos_token_id
-    return {template.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    return [template.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [])]
 
 
 def _ends(model: Any, prompts: Sequence[Sequence[int]], template: Template, limit: int, name: str = "") -> Claim:
     """Whether `generate` of the saved model ends a response. The model itself says how probable it is that it writes
     none of the ends."""
-    ends, name = [*_end_ids(model, template)], f"a response of `generate`{name} ends"
+    ends, name = _end_ids(model, template), f"a response of `generate`{name} ends"
     options = GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, max_new_tokens=limit, pad_token_id=template.tokenizer.pad_token_id,
         eos_token_id=model.generation_config.eos_token_id,
@@ -346,10 +340,11 @@ def _ends(model: Any, prompts: Sequence[Sequence[int]], template: Template, limi
     torch.manual_seed(0)
     log_none = 0.0
     for prompt in prompts:
-        ids = model.generate(input_ids=torch.tensor([prompt], device=model.device), generation_config=options)
-        row = ids[0].tolist()
+        start = torch.tensor([prompt], device=model.device)
+        row = model.generate(input_ids=start, generation_config=options)[0].tolist()
         if row[-1] in ends:
             return Claim(name, "yes", "yes")
         end = outputs(model, row)[-len(row) :][len(prompt) - 1 : -1].softmax(-1)[:, ends].sum(1)
         log_none += torch.log1p(-end.double()).sum().item()
-    return Claim(name, "yes" if log_none < math.log(P) else "need not", "no" if log_none < math.log(P) else "need not")
+    must = log_none < math.log(P)
+    return Claim(name, "yes" if must else "need not", "no" if must else "need not")

@@ -41,6 +41,24 @@ class Result:
     """nothing was trained on it"""
     share: bool = False
     """a share, shown in per cent"""
+    baselines: tuple[tuple[str, str], ...] = ()
+    """(metric, name) of simple rules, without which the number says little"""
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """A metric that lies in [low, high] in every run, if the method is what it says."""
+
+    title: str
+    metric: str
+    low: float
+    high: float
+    coarse: float | None = None
+    """`high` where the dtype may have fewer bits than fp32, if it is another then"""
+    kind: str = "train"
+    """of the rows of metrics.jsonl: train or eval"""
+    at_end: bool = False
+    """read in the last such row of a finished stage, not in the first"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,7 @@ class ReportParts:
     """the column of the samples file, `eval_DISTANCE` in metrics.jsonl, with the KL from reference to policy"""
     alarms: tuple[str, ...] = ()
     """warnings that a higher reward may not be a better model; the verdict names them"""
+    invariants: tuple[Invariant, ...] = ()
     pair_scores: str = ""
     """the file with the scores of held-out pairs: lists `chosen`, `rejected`, `weight`"""
 

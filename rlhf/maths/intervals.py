@@ -42,6 +42,35 @@ def win_rate_interval(wins: Tensor) -> Interval:
     return Interval(wins.mean().item(), max(0.0, around.low), min(1.0, around.high))
 
 
+def log_odds_change(before: int, after: int, count: int) -> Interval:
+    """The change of the log-odds of an event that `before` and then `after` of `count` responses have.
+
+        log((a + 1/2) / (n - a + 1/2)) - log((b + 1/2) / (n - b + 1/2)),  variance: the sum of the four reciprocals
+
+    Haldane 1956 and Anscombe 1956: the halves keep it finite. The responses before and after count as independent.
+    """
+    cells = [x + 0.5 for x in (after, count - after, before, count - before)]
+    change = math.log(cells[0] / cells[1]) - math.log(cells[2] / cells[3])
+    half_width = NormalDist().inv_cdf(0.975) * math.sqrt(sum(1 / x for x in cells))
+    return Interval(change, change - half_width, change + half_width)
+
+
+def power(prompts: int, deviation: float | None = None) -> str:
+    """Which mean gain that many prompts show with a probability of 80 %, and how many a smaller one needs.
+
+        gain = (z_0.975 + z_0.8) s / sqrt(N)
+
+    deviation: s of the gain of a prompt; None: gains are said in this unit
+    """
+    factor = (NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)) * (1.0 if deviation is None else deviation)
+    gain = factor / math.sqrt(prompts)
+    unit = 10.0 ** math.floor(math.log10(gain * 0.8))
+    smaller = unit * max(step for step in (1, 2, 5) if step * unit <= gain * 0.8)
+    of = " standard deviations of a prompt's gain" if deviation is None else ""
+    needed = math.ceil((factor / smaller) ** 2)
+    return f"{prompts:,} prompts show a gain of {gain:.2g}{of} or more (4 times of 5); {smaller:.2g} needs {needed:,}"
+
+
 def pair_wins(first: Tensor, second: Tensor, same: Tensor) -> Tensor:
     """For each pair of responses j != l to a prompt, 1 if `first` has the higher score, and 1/2 for a tie.
 

@@ -1,7 +1,11 @@
 """The win rate that two policies would have with responses of equal length (AlpacaEval 2, arXiv 2404.04475)."""
 
+import math
+
 import torch
 from torch import Tensor
+
+from rlhf.maths.intervals import Interval, student_t
 
 MAX_STEPS = 100
 """Newton steps; the objective is strictly concave with a penalty, and some ten are enough"""
@@ -39,3 +43,17 @@ def length_controlled_win_rate(wins: Tensor, longer: Tensor, penalty: float = 0.
         if step.abs().max() < 1e-12:
             break
     return float(torch.sigmoid(parameters[0]))
+
+
+def win_rate_at_equal_length(wins: Tensor, longer: Tensor) -> Interval | None:
+    """The intercept of the regression of wins on the difference of lengths, with its t interval: least squares,
+    w = a + b d. wins [N]: 1, 1/2 or 0; longer: d [N]. None if d does not vary, or N < 4."""
+    wins, d = wins.double(), longer.double()
+    n, spread = len(d), (d - d.mean()).square().sum().item() if len(d) else 0.0
+    if n < 4 or spread == 0:
+        return None
+    slope = ((d - d.mean()) * wins).sum() / spread
+    centre = (wins.mean() - slope * d.mean()).item()
+    variance = (wins - centre - slope * d).square().sum().item() / (n - 2)
+    half_width = student_t(n - 2) * math.sqrt(variance * (1 / n + d.mean().item() ** 2 / spread))
+    return Interval(centre, centre - half_width, centre + half_width)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rlhf.config.declaration import Declaration, Result
-from rlhf.maths.intervals import Interval, mean_interval, win_rate_interval
+from rlhf.maths.intervals import Interval, mean_interval, power, student_t, win_rate_interval
+from rlhf.maths.length_control import win_rate_at_equal_length
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
 from rlhf.report.records import RunRecord, StageRecord, number, read_stage
 
@@ -30,6 +31,8 @@ class Change:
     wins: int
     """prompts whose response has a higher number than before; `losses`: a lower one"""
     losses: int
+    baselines: tuple[tuple[str, float], ...] = ()
+    """(name, number) of simple rules"""
 
     def shown(self, value: float | None) -> str:
         """The value as text, with the decimals of the interval if there is one."""
@@ -102,6 +105,7 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
         prompts=len(pairs),
         wins=sum(difference > 0 for difference in differences),
         losses=sum(difference < 0 for difference in differences),
+        baselines=tuple((rule, last[name]) for name, rule in result.baselines if number(last, name) is not None),
     )
 
 
@@ -125,7 +129,8 @@ def judge(run: RunRecord) -> Verdict:
     stage = compared[-1] if compared else run.stages[-1]
     results = changes(stage)
     by_samples = [change for change in results if change.gain is not None]
-    cautions = tuple(_unfinished(run))
+    rules = _words_alone(run)
+    cautions = (*rules, *_unfinished(run))
     if not by_samples:
         headline = (
             f"{stage.directory.name} has no evaluation after training yet."
@@ -136,15 +141,20 @@ def judge(run: RunRecord) -> Verdict:
     first = by_samples[0]
     assert first.gain is not None
     tone = "good" if first.gain.low > 0 else "bad" if first.gain.high < 0 else "unsure"
+    length = _length_alone(stage, first)
+    if (length or (rules and not first.result.independent)) and tone == "good":
+        tone = "unsure"
     headline = {"good": "The policy got better.", "bad": "The policy got worse."}.get(
         tone, "No difference is shown between the policy before and after."
     )
+    if tone == "unsure" and first.gain.low > 0:
+        headline = f"The {first.result.label} rose, but {'length' if length else 'a simple rule'} may explain it."
     if not first.result.independent and tone == "good":
         headline = f"The policy got better by the {first.result.label} that it was trained on."
     alarms = _alarms(stage)
     if alarms and tone == "good":
         tone = "unsure"
-    cautions = (*_cautions(by_samples), *alarms, *cautions)
+    cautions = (*length, *_cautions(by_samples), *alarms, *cautions)
     return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), cautions)
 
 
@@ -167,12 +177,44 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
             f"prompts, a mean gain of {change.shown_gain}. Higher on {change.wins}, lower on {change.losses}, "
             f"equal on {ties}."
         )
+        if len(sentences) == 1 and change.gain is not None and change.gain.half_width > 0:
+            deviation = change.gain.half_width / student_t(change.prompts - 1) * change.prompts**0.5
+            sentences.append(f"{power(change.prompts, deviation)}.")
     distance = [row for row in stage.values(f"eval_{stage.declaration.report.distance}") if row.get("step") != 0]
     if distance:
         kl, half = (number(distance[-1], f"eval_{stage.declaration.report.distance}{end}") for end in ("", "_ci95"))
         text = short(kl or 0.0) if not half else " ± ".join(with_half_width(kl or 0.0, half))
         sentences.append(f"It is {text} nats per response away from its reference (KL).")
     return sentences
+
+
+def _length_alone(stage: StageRecord, change: Change) -> list[str]:
+    """A sentence if the responses have become longer or shorter, and at equal length no gain is shown."""
+    name = change.result.sample
+    rows = [row for row in stage.samples if number(row, name) is not None and number(row, f"{name}_before") is not None]
+    words = [[len(str(row.get(side)).split()) for side in ("before", "after")] for row in rows]
+    longer = torch.tensor([float(after - before) for before, after in words])
+    wins = torch.tensor([after - old for old, after in _pairs(rows, name)]).sign() / 2 + 0.5
+    rate, grown = win_rate_at_equal_length(wins, longer), mean_interval(longer)
+    if rate is None or rate.low > 0.5 or grown.low <= 0 <= grown.high:
+        return []
+    low, mean, high = (short(100 * share) for share in (rate.low, rate.mean, rate.high))
+    return [
+        f"The responses have {short(abs(grown.mean))} words {'more' if grown.mean > 0 else 'fewer'}; at equal length "
+        f"the win rate is {mean} %, between {low} and {high}."
+    ]
+
+
+def _words_alone(run: RunRecord) -> list[str]:
+    """A sentence for each number that is no better than a simple rule's."""
+    return [
+        f"`{stage.directory.name}`: {change.result.label} {change.shown(change.after)} {change.shown_half_width}, by "
+        f"{rule} {change.shown(value)}: it is not shown that the network knows more."
+        for stage in run.stages
+        for change in changes(stage)
+        for rule, value in change.baselines
+        if (change.after or 0.0) - (change.half_width or 0.0) <= value
+    ]
 
 
 def _alarms(stage: StageRecord) -> list[str]:

@@ -11,9 +11,11 @@ from rlhf.pages.charts import COLOURS, Chart, is_smoothed
 from rlhf.pages.histogram import histogram
 from rlhf.report import facts, figures, seal
 from rlhf.report.figures import Figure
+from rlhf.report.invariants import Checked, invariants
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, read_runs
 from rlhf.report.samples import SampleTable, sample_table
+from rlhf.report.taught import Taught, taught
 from rlhf.report.verdict import Change, Verdict, changes, judge
 
 TEMPLATE = Path(__file__).parent / "report.html.jinja"
@@ -31,6 +33,8 @@ class RunSummary:
     verdict: Verdict
     changes: tuple[tuple[str, tuple[Change, ...]], ...]
     """(stage, its results)"""
+    invariants: tuple[Checked, ...]
+    taught: tuple[Taught, ...]
     seal: str
     """that `rlhf verify` has computed its numbers again, if it has"""
 
@@ -116,7 +120,10 @@ def render_report(
 
 def _summary(run: RunRecord, colour: int) -> RunSummary:
     by_stage = tuple((stage.directory.name, tuple(changes(stage))) for stage in reversed(run.stages))
-    return RunSummary(run, colour, judge(run), by_stage, seal.describe(run.path))
+    samples = [row for stage in run.stages for row in stage.samples]
+    return RunSummary(
+        run, colour, judge(run), by_stage, tuple(invariants(run)), tuple(taught(samples)), seal.describe(run.path)
+    )
 
 
 def _stage_figures(stages: figures.Stages, declaration: Declaration) -> StageFigures:

@@ -111,7 +111,7 @@ def test_every_stage_leaves_what_it_promises(out: Path) -> None:
 def test_the_numbers_are_there_and_are_numbers(out: Path) -> None:
     promised = {
         "step1_sft": {"eval_perplexity_before", "eval_perplexity"},
-        "step2_reward": {"eval_accuracy", "eval_loss"},
+        "step2_reward": {"eval_accuracy", "eval_words_rule", "eval_loss"},
         "step3_ppo": {"eval_score_before", "eval_score", "eval_kl", "eval_response_length", "eval_judge"},
     }
     for stage, names in promised.items():

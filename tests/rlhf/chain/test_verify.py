@@ -43,7 +43,7 @@ def test_a_bound_holds_and_is_no_wider_than_it_must(family: str, dtype: torch.dt
     model.save_pretrained(tmp_path)
     rows = [ids[mask].tolist() for ids, mask in [*zip(*vars_of(tiny.sequences([40] * 24, [1] * 24)), strict=True)]]
     run = recount.Recount.__new__(recount.Recount)
-    run.device = "cpu"
+    run.device, run.config = "cpu", {"dtype": "auto"}
     _, relative = run.model(str(tmp_path))
     computed, scale = log_probs(model, rows)
     exact, _ = log_probs(model.double(), rows)

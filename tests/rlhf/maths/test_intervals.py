@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.maths.intervals import mean_interval, pair_wins, student_t, win_rate_interval
+from rlhf.maths.intervals import log_odds_change, mean_interval, pair_wins, power, student_t, win_rate_interval
 
 
 def test_students_t_is_that_of_the_tables() -> None:
@@ -113,3 +113,21 @@ def test_a_hair_shared_by_all_draws_is_no_victory() -> None:
     own = torch.randn(2000, 2, generator=torch.Generator().manual_seed(3))
     rate = pair_wins(own + 1e-3, own, torch.zeros(2000, 2, 2, dtype=torch.bool)).mean().item()
     assert rate == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_gain_that_prompts_show() -> None:
+    """(1.9600 + 0.8416) s / sqrt(N), and the N of the next smaller round gain."""
+    assert power(100, 0.5) == "100 prompts show a gain of 0.14 or more (4 times of 5); 0.1 needs 197"
+    assert power(1000, 0.05) == "1,000 prompts show a gain of 0.0044 or more (4 times of 5); 0.002 needs 4,906"
+    assert power(100).startswith("100 prompts show a gain of 0.28 standard deviations of a prompt's gain or more")
+    draws = 0.28016 + torch.randn(3000, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shown = sum(mean_interval(gains).low > 0 for gains in draws) / len(draws)
+    assert abs(shown - 0.8) < 4 * (0.8 * 0.2 / len(draws)) ** 0.5 + 0.01, "t needs 1 % more than the normal quantile"
+
+
+def test_a_change_of_log_odds_by_hand() -> None:
+    """1 of 4, then 3 of 4: log(3.5 / 1.5) - log(1.5 / 3.5), variance 2 / 3.5 + 2 / 1.5."""
+    change = log_odds_change(1, 3, 4)
+    assert change.mean == pytest.approx(2 * math.log(3.5 / 1.5)) and log_odds_change(2, 2, 4).mean == 0
+    assert change.half_width == pytest.approx(1.959964 * math.sqrt(2 / 3.5 + 2 / 1.5), rel=1e-6)
+    assert math.isfinite(log_odds_change(0, 4, 4).high)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlhf.maths.length_control import length_controlled_win_rate
+from rlhf.maths.length_control import length_controlled_win_rate, win_rate_at_equal_length
 
 
 def draw(prompts: int = 40, pairs: int = 2) -> torch.Tensor:
@@ -51,3 +51,18 @@ def test_limits() -> None:
     assert 0.9 < length_controlled_win_rate(torch.ones_like(longer), longer) < 1
     longer_wins = length_controlled_win_rate((longer > 0).double(), longer)  # length alone decides
     assert abs(longer_wins - 0.5) < 0.1 < abs((longer > 0).double().mean().item() - 0.5)
+
+
+def test_the_win_rate_at_equal_length_is_the_intercept_of_least_squares() -> None:
+    draw = torch.Generator().manual_seed(0)
+    longer = torch.randint(-5, 12, (40,), generator=draw).double()
+    wins = torch.randint(0, 3, (40,), generator=draw).double() / 2
+    features = torch.stack([torch.ones_like(longer), longer], 1)
+    solved = torch.linalg.lstsq(features, wins[:, None])
+    residual = (wins - features @ solved.solution[:, 0]).square().sum() / 38
+    deviation = (residual * torch.linalg.inv(features.T @ features)[0, 0]).sqrt().item()
+    rate = win_rate_at_equal_length(wins, longer)
+    assert rate is not None and rate.mean == pytest.approx(solved.solution[0, 0].item(), rel=1e-12)
+    assert rate.half_width == pytest.approx(2.02439 * deviation, rel=1e-3), "t of 38 degrees"
+    assert win_rate_at_equal_length(wins, torch.full((40,), 3.0)) is None
+    assert win_rate_at_equal_length(wins[:3], longer[:3]) is None

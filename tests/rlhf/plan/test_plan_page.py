@@ -69,6 +69,7 @@ def test_a_plan_adds_up_the_time_of_a_stage(model_path: str) -> None:
         total = re.search(rf"\n  {start}([\d.]+) s", text)
         step = re.search(r"\n  (?:optimizer step|iteration): about ([\d.e-]+) s", text)
         assert total and step and float(total[1]) == pytest.approx(10 * float(step[1]), rel=0.06)
+        assert ("evaluation: 200 prompts show a gain of 0.2 standard deviations" in text) == (workload is rollouts)
 
 
 def test_a_missing_model_is_named(model_path: str) -> None:

@@ -1,0 +1,96 @@
+"""Words that the training taught, and what must hold of every run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rlhf.chain.stages import STAGES
+from rlhf.report.invariants import invariants
+from rlhf.report.records import read_runs
+from rlhf.report.taught import taught
+from rlhf.report.verdict import judge
+from rlhf.report.write import render_report
+from tests.support import recorded_runs
+
+DECLARATIONS = [*STAGES.values()]
+
+
+def test_the_words_that_rose_come_first_by_the_nearer_end_of_their_interval() -> None:
+    before = ["The cat sat.", "a dog", "a cat!", "a mouse", "a cat", "the dog"] * 4
+    after = ["a Kind cat", "a kind dog", "kind", "a kind mouse", "the kind", "so kind"] * 4
+    rows = [{"before": old, "after": new} for old, new in zip(before, after, strict=True)]
+    words = [(t.text, t.before, t.after) for t in taught(rows) if t.kind == "word"]
+    assert words[0] == ("kind", 0, 24) and ("cat", 12, 4) in words
+    assert {text for text, *_ in words} == {"kind", "cat"}, "the others may be chance"
+    endings = [(t.text, t.before, t.after) for t in taught(rows) if t.kind == "ending"]
+    assert endings[0] == ("kind", 0, 12) and ("cat", 8, 4) not in endings
+    assert taught([]) == [] and taught([{"before": "", "after": None}]) == []
+
+
+def with_row(stage: Path, **metrics: object) -> None:
+    lines = (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    index = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "train")
+    lines[index] = json.dumps(json.loads(lines[index]) | metrics)
+    (stage / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def broken(out: Path) -> set[str]:
+    [run] = read_runs([str(out)], DECLARATIONS)
+    return {f"{each.stage}: {each.title.partition(':')[0]}" for each in invariants(run) if not each.holds}
+
+
+def test_an_invariant_that_does_not_hold_is_shown(tmp_path: Path) -> None:
+    out = recorded_runs.run(tmp_path / "run")
+    with_row(out / "step3_ppo", first_ratio_std=0.0)
+    with_row(out / "step2_reward", loss=0.7)
+    assert broken(out) == set()
+    page = render_report(read_runs([str(out)], DECLARATIONS), DECLARATIONS)
+    assert re.search(r"<summary>(\d+) of \1 invariants hold", page)
+    with_row(out / "step3_ppo", first_ratio_std=0.06)
+    with_row(out / "step2_reward", loss=None)
+    assert broken(out) == {"step3_ppo: first ratio is 1", "step2_reward: steps whose loss is no number"}
+    assert "does not hold" in render_report(read_runs([str(out)], DECLARATIONS), DECLARATIONS)
+    config = out / "step3_ppo/config.yaml"
+    config.write_text(config.read_text(encoding="utf-8") + "dtype: fp32\n", encoding="utf-8")
+    with_row(out / "step3_ppo", first_ratio_std=0.002)
+    assert "step3_ppo: first ratio is 1" in broken(out), "in fp32 the bound is nearer"
+
+
+@pytest.mark.parametrize(
+    ("gains", "headline"), [((1.0, 0.5), "The policy got better."), ((1.0, None), "may explain it")]
+)
+def test_a_reward_model_no_better_than_words_is_said(
+    tmp_path: Path, gains: tuple[float, float | None], headline: str
+) -> None:
+    """The judge is independent of them, the score is not."""
+    out = recorded_runs.run(tmp_path / "run", gains)
+    metrics = out / "step2_reward/metrics.jsonl"
+    row = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"eval_words_rule": 0.74}) + "\n")
+    verdict = judge(read_runs([str(out)], DECLARATIONS)[0])
+    assert headline in verdict.headline and verdict.tone == ("good" if gains[1] else "unsure")
+    assert any("by a bag of words 74 %" in caution for caution in verdict.cautions)
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"eval_words_rule": 0.2}) + "\n")
+    assert "network knows" not in "".join(judge(read_runs([str(out)], DECLARATIONS)[0]).cautions)
+
+
+@pytest.mark.parametrize("follows_length", [True, False])
+def test_a_gain_that_length_explains_is_no_better_policy(tmp_path: Path, follows_length: bool) -> None:
+    """Long responses win and short ones lose; or all win alike."""
+    words = [3, 30, 4, 28, 5, 31, 6, 29] * 2
+    out = recorded_runs.run(tmp_path / "run", (1.0, 0.0), ["x " * n for n in words])
+    samples = out / "step3_ppo/samples.jsonl"
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    for row, n in zip(rows, words, strict=True):
+        row["judge"] = row["judge_before"] + (-0.05 if follows_length and n < 10 else 1.0)
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    verdict = judge(read_runs([str(out)], DECLARATIONS)[0])
+    assert any("at equal length the win rate is" in caution for caution in verdict.cautions) == follows_length
+    assert verdict.headline == (
+        "The judge rose, but length may explain it." if follows_length else "The policy got better."
+    )
+    assert verdict.tone == ("unsure" if follows_length else "good")
