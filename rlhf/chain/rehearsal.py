@@ -71,7 +71,7 @@ def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any
             update=_changes(step, options, ranks)
             | {"output_dir": str(folder)}
             | {name: shallow(path) for name, path in starts[step].items()}
-            | _made_before(step, options, todo, folder)
+            | _models_of_stages(step, options, todo, folder)
         )
         for step, options in todo.items()
     }
@@ -84,25 +84,26 @@ def _starts(todo: Mapping[int, Any]) -> dict[int, dict[str, str]]:
         step: {
             name: resolve_model_path(path, *folders.get(name, ("model", "critic")))
             for name, path in load(step).inputs(options).items()
-            if not _is_made(path, options, todo) and (name != "critic_model" or options.critic_model is not None)
+            if not _comes_from_stage(path, options, todo)
+            and (name != "critic_model" or options.critic_model is not None)
         }
         for step, options in todo.items()
     }
 
 
-def _is_made(path: str, options: Any, todo: Mapping[int, Any]) -> bool:
+def _comes_from_stage(path: str, options: Any, todo: Mapping[int, Any]) -> bool:
     makers = {STAGES[step].name: path for step in todo}
     return planned_start(path, options.output_dir, makers) is not None
 
 
-def _made_before(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> dict[str, str]:
+def _models_of_stages(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> dict[str, str]:
     """The models that an earlier stage makes and an option names, in `folder`."""
     paths = {name: path for name, path in load(step).inputs(options).items() if getattr(options, name) is not None}
     output = Path(options.output_dir).resolve()
     return {
         name: str(folder / Path(path).resolve().relative_to(output))
         for name, path in paths.items()
-        if _is_made(path, options, todo)
+        if _comes_from_stage(path, options, todo)
     }
 
 
