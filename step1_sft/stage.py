@@ -71,7 +71,7 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], co
 
     Infinite if it is too large for a float.
     """
-    share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
+    share = range(collectives.dp_rank(), len(dataset), collectives.dp_size())
     nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
     with policy.inference() as model:
         for rows in length_groups(torch.tensor(dataset.lengths[share]), config.eval_rows):

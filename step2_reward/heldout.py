@@ -39,7 +39,7 @@ def evaluate(
 
     scores_file: where rank 0 writes the scores of all pairs and their gaps in length, for the report
     """
-    share = range(collectives.data_rank(), len(dataset), collectives.data_world_size())
+    share = range(collectives.dp_rank(), len(dataset), collectives.dp_size())
     weights = dataset.weights.tolist()
     groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.eval_rows)
     scores: list[Tensor] = []
@@ -51,7 +51,7 @@ def evaluate(
             length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
     by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
     scored = [[*pair, weights[share[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
-    scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_shares(scored) for pair in part])
+    scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
     pairs, (chosen, rejected, weight, length_gap) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
     require_finite(pairs, config.learning_rate)
     count = float(dataset.batch_elements)

@@ -93,8 +93,8 @@ def _all(values: Tensor) -> Tensor:
 
 def _of_all_ranks(values: Sequence[Any]) -> list[Any]:
     """One value per response of each rank, in the order in which the prompts were dealt to the ranks."""
-    shares = collectives.gather_shares(list(values))
-    return [share[i] for i in range(len(shares[0])) for share in shares if i < len(share)]
+    by_rank = collectives.gather_replicas(list(values))
+    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
 def compare(before: Evaluation, after: Evaluation) -> Metrics:

@@ -20,7 +20,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.models import quantized
 from rlhf.models.load import require_context, require_decoder, require_generating
 from rlhf.models.scalar import read_head
-from rlhf.models.splitting import check_split, shares
+from rlhf.models.splitting import check_split, replicas
 from rlhf.rewards import learned
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
@@ -96,8 +96,8 @@ def check(
         options.pop("critic_model", None)  # a path there would count as one that the user has named
     models = with_inputs(config.model_copy(update=options))
     _check_engines(config, ranks)
-    ranks = _shares(config, ranks)
-    check_shares(config, ranks)
+    ranks = _replicas(config, ranks)
+    check_batches(config, ranks)
     _check_backend(config)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
@@ -138,8 +138,8 @@ def check(
     return tokenizer, data
 
 
-def _shares(config: Step3Config, ranks: int) -> int:
-    """Into how many shares the ranks divide the rows. Raises: UserError for a split that step 3 does not support."""
+def _replicas(config: Step3Config, ranks: int) -> int:
+    """How many copies of the models the ranks hold. Raises: UserError for a split that step 3 does not support."""
     if config.sequence_parallel_size > 1:
         raise UserError(
             f"--sequence-parallel-size {config.sequence_parallel_size}: expected 1 in step 3, whose generation "
@@ -157,7 +157,7 @@ def _shares(config: Step3Config, ranks: int) -> int:
                 f"{name}: --zero-stage 3: got it with --tensor-parallel-size {config.tensor_parallel_size}, expected "
                 "0: a frozen model is not split when the trained models are"
             )
-    return shares(config, ranks)
+    return replicas(config, ranks)
 
 
 def _check_engines(config: Step3Config, ranks: int) -> None:
@@ -209,7 +209,7 @@ def open_data(config: Step3Config, model_path: str) -> tuple[PreTrainedTokenizer
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
-def check_shares(config: Step3Config, ranks: int) -> None:
+def check_batches(config: Step3Config, ranks: int) -> None:
     """Raises: UserError unless the run has at least one iteration, and each rank has complete groups in each
     minibatch."""
     check_ranks(config.batch_size, ranks, "batch_size", config.num_mini_batches, "num_mini_batches")

@@ -121,7 +121,7 @@ def append_selected(path: Path, iteration: int, selected: ScoredRollout, samples
         for row, response, score, ended in columns
         if ended
     ]
-    rows_of_ranks = collectives.gather_shares(own)
+    rows_of_ranks = collectives.gather_replicas(own)
     if collectives.is_main():
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for rows in rows_of_ranks for row in rows)

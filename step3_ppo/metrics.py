@@ -169,9 +169,9 @@ def _distinct(rollout: ScoredRollout, n: int) -> float:
     assert n in (1, 2), f"_distinct: {n=}, expected 1 or 2"
     grams, _ = _grams(rollout, n)
     keys = grams[:, 0] if n == 1 else grams[:, 0] * ID_BASE + grams[:, 1]
-    shares = collectives.gather_shares((keys.unique().cpu(), len(keys)))
-    different = len(torch.cat([unique for unique, _ in shares]).unique())
-    return different / max(1, sum(count for _, count in shares))
+    by_rank = collectives.gather_replicas((keys.unique().cpu(), len(keys)))
+    different = len(torch.cat([unique for unique, _ in by_rank]).unique())
+    return different / max(1, sum(count for _, count in by_rank))
 
 
 def _repeated(rollout: ScoredRollout, n: int) -> tuple[Tensor, Tensor]:

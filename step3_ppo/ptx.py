@@ -27,8 +27,8 @@ class Ptx:
     def __init__(self, dataset: PromptDataset[Demonstration], options: PtxOptions, seed: int, pad_id: int) -> None:
         """seed: of the order of the rows."""
         self._dataset, self._options, self._pad_id = dataset, options, pad_id
-        shares = (collectives.data_rank(), collectives.data_world_size())
-        self.batches = Batches(len(dataset), options.ptx_batch_size, seed, shares)
+        ranks = (collectives.dp_rank(), collectives.dp_size())
+        self.batches = Batches(len(dataset), options.ptx_batch_size, seed, ranks)
         self._stream = self._endless()
         self._tokens: Tensor = torch.ones(())
 

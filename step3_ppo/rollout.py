@@ -141,7 +141,7 @@ def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | Non
 def combined_scores(rollout: SampledRollout, scorer: Scorer) -> tuple[Tensor, Tensor]:
     """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N]."""
     # A source may be random, or slow: ranks that share a model must learn from the same scores.
-    scores, by_source = collectives.broadcast_in_share(scorer.sources(as_samples(rollout, scorer.tokenizer)))
+    scores, by_source = collectives.broadcast_in_replica(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
     return scores, torch.stack(list(by_source.values()), dim=1)

@@ -34,7 +34,7 @@ class Schedule:
         """prompts: their number in the data; kl: whose coefficient an iteration gets when it begins"""
         self._config, self._kl = config, kl
         size = config.batch_size // config.num_generations
-        ranks = (collectives.data_rank(), collectives.data_world_size())
+        ranks = (collectives.dp_rank(), collectives.dp_size())
         self._batches = Batches(prompts, size, config.seed, ranks)
         self.done = 0
         self._tolerance = Tolerance(config.max_bad_steps)

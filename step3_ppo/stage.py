@@ -89,7 +89,7 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
         if shaped is None or credit is None:
             yield {"skipped_iteration": 1.0}
             continue
-        if config.export_rollouts and collectives.is_share_leader():
+        if config.export_rollouts and collectives.leads_replica():
             samples = rewards.as_samples(rollout, learner.scorer.tokenizer)
             write_rollout(rollouts_file(config), iteration.number + 1, rollout, sources.names, samples)
         disagreement = sources.disagreement(rollout.source_scores)
@@ -106,7 +106,7 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
 
 def rollouts_file(config: Step3Config) -> Path:
     """The file to which this rank's share of the rollouts is exported."""
-    return Path(config.output_dir) / STAGE.name / f"rollouts-{collectives.data_rank()}.jsonl"
+    return Path(config.output_dir) / STAGE.name / f"rollouts-{collectives.dp_rank()}.jsonl"
 
 
 def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards.Source | None) -> Evaluation:
@@ -115,7 +115,7 @@ def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards
     A score source that draws random numbers draws them apart, too.
     """
     count = min(len(evaluation), learner.config.eval_samples)
-    rows = range(collectives.data_rank(), count, collectives.data_world_size())
+    rows = range(collectives.dp_rank(), count, collectives.dp_size())
     sampled = learner.sample(evaluation, rows, HELD_OUT)
     with random_sources.apart(learner.config.seed):
         rollout = score(sampled, learner.actor, None, replace(learner.scorer, rescore=True))
@@ -163,7 +163,7 @@ def run(config: Step3Config) -> None:
         return
     status(f"{STAGE.name}: reading the data")
     tokenizer, data = check(config, ranks=collectives.world_size())
-    collectives.set_ranks_per_share(config.tensor_parallel_size)
+    collectives.set_ranks_per_replica(config.tensor_parallel_size)
     user_config, config = config, with_inputs(config)
     prompts, evaluation = data.train, data.evaluation
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))

@@ -49,19 +49,19 @@ def gather(credited: CreditedRollout, indices: list[int], group: int) -> tuple[C
     one prompt. All ranks call this together.
     Raises: UserError, on every rank, if an algorithm has selected no rows, or not equally many on each.
     """
-    shares, indices_of_ranks = zip(*collectives.gather_shares((credited, indices)), strict=True)
-    counts = [len(share) for share in shares]
+    by_rank, indices_of_ranks = zip(*collectives.gather_replicas((credited, indices)), strict=True)
+    counts = [len(part) for part in by_rank]
     if counts != [max(counts[0], 1)] * len(counts):
         raise UserError(
             f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
             "expected as many on every rank, and at least one"
         )
-    if len(shares) == 1:
+    if len(by_rank) == 1:
         return credited, indices
-    prompt = max(share.rollout.prompt_ids.shape[1] for share in shares)
-    response = max(share.rollout.response_ids.shape[1] for share in shares)
-    order = torch.arange(len(shares) * len(credited)).view(len(shares), -1, group).transpose(0, 1).flatten()
-    joined = CreditedRollout.concatenated([share.widened(prompt, response) for share in shares])
+    prompt = max(part.rollout.prompt_ids.shape[1] for part in by_rank)
+    response = max(part.rollout.response_ids.shape[1] for part in by_rank)
+    order = torch.arange(len(by_rank) * len(credited)).view(len(by_rank), -1, group).transpose(0, 1).flatten()
+    joined = CreditedRollout.concatenated([part.widened(prompt, response) for part in by_rank])
     joined_indices = [index for indices in indices_of_ranks for index in indices]
     return joined[order], [joined_indices[i] for i in order.tolist()]
 
@@ -71,9 +71,7 @@ def deal(rows: Tensor, lengths: Tensor) -> Tensor:
 
     rows [b] row numbers in the whole rollout, lengths [B] tokens of its rows.
     """
-    return rows[lengths[rows].argsort(descending=True, stable=True)][
-        collectives.data_rank() :: collectives.data_world_size()
-    ]
+    return rows[lengths[rows].argsort(descending=True, stable=True)][collectives.dp_rank() :: collectives.dp_size()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rlhf.distributed import rendezvous
 from rlhf.errors import UserError
 
-RANKS_PER_SHARE = "RLHF_RANKS_PER_SHARE"
+RANKS_PER_REPLICA = "RLHF_RANKS_PER_REPLICA"
 """environment variable: number of consecutive ranks that compute the same rows, each its part of the model or of the
 tokens (tensor or sequence parallelism)"""
 
@@ -107,37 +107,38 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
-def set_ranks_per_share(count: int) -> None:
+def set_ranks_per_replica(count: int) -> None:
     """Let every `count` consecutive ranks get the same rows: they share one model, or its tokens."""
-    os.environ[RANKS_PER_SHARE] = str(count)
+    os.environ[RANKS_PER_REPLICA] = str(count)
 
 
-def ranks_per_share() -> int:
+def ranks_per_replica() -> int:
     """The number of ranks that get the same rows as this one, including itself."""
-    return int(os.environ.get(RANKS_PER_SHARE, 1))
+    return int(os.environ.get(RANKS_PER_REPLICA, 1))
 
 
-def data_rank() -> int:
-    """The number of this rank's share of the rows. Ranks with the same rows have the same number."""
-    return rank() // ranks_per_share()
+def dp_rank() -> int:
+    """The number of this rank among those that have different rows. Ranks with the same rows have the same number."""
+    return rank() // ranks_per_replica()
 
 
-def data_world_size() -> int:
-    """The number of shares into which rows are divided: the number of ranks, unless some get the same rows."""
-    return world_size() // ranks_per_share()
+def dp_size() -> int:
+    """The number of parts into which rows are divided: the number of ranks, unless some get the same rows."""
+    return world_size() // ranks_per_replica()
 
 
-def is_share_leader() -> bool:
+def leads_replica() -> bool:
     """Whether this is the first of the ranks with the same rows."""
-    return rank() % ranks_per_share() == 0
+    return rank() % ranks_per_replica() == 0
 
 
-def share_group() -> Any:
+def replica_group() -> Any:
     """The process group of the ranks with the same rows as this one. All ranks must call it."""
     groups = [
-        dist.new_group(range(first, first + ranks_per_share())) for first in range(0, world_size(), ranks_per_share())
+        dist.new_group(range(first, first + ranks_per_replica()))
+        for first in range(0, world_size(), ranks_per_replica())
     ]
-    return groups[data_rank()]
+    return groups[dp_rank()]
 
 
 def is_main() -> bool:
@@ -150,7 +151,7 @@ def barrier() -> None:
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """The elementwise sum of `tensor` over all shares of the rows, in float64 so that counts stay exact.
+    """The elementwise sum of `tensor` over all rows, in float64 so that counts stay exact.
 
     Ranks with the same rows have the same `tensor`, which counts once.
     """
@@ -158,7 +159,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         total = total.to(local_device(), copy=True)  # NCCL accepts no CPU tensor
         dist.all_reduce(total)
-        total = total.to(tensor.device) / ranks_per_share()
+        total = total.to(tensor.device) / ranks_per_replica()
     return total
 
 
@@ -177,14 +178,14 @@ def broadcast(tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, source)
 
 
-def broadcast_in_share(value: Any) -> Any:
+def broadcast_in_replica(value: Any) -> Any:
     """The `value` of the first of the ranks with the same rows as this one."""
-    return value if ranks_per_share() == 1 else gather_objects(value)[rank() - rank() % ranks_per_share()]
+    return value if ranks_per_replica() == 1 else gather_objects(value)[rank() - rank() % ranks_per_replica()]
 
 
-def gather_shares(value: Any) -> list[Any]:
-    """The `value` of each share of the rows, in the order of `data_rank`, on every rank."""
-    return gather_objects(value)[:: ranks_per_share()]
+def gather_replicas(value: Any) -> list[Any]:
+    """The `value` of the first rank of each replica, in the order of `dp_rank`, on every rank."""
+    return gather_objects(value)[:: ranks_per_replica()]
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

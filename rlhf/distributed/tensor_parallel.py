@@ -81,9 +81,9 @@ def gradient_norm(weights: Iterable[Tensor]) -> float:
             (whole_gradients if _split(weight) is None else split_gradients).append(weight.grad)
     square = _squares(whole_gradients)
     if split_gradients:
-        # Every share of the rows has all parts; sum_over_ranks divides by the ranks per share.
+        # Every replica has all parts; sum_over_ranks divides by the ranks per replica.
         square = square + collectives.sum_over_ranks(
-            _squares(split_gradients) * collectives.ranks_per_share() / collectives.data_world_size()
+            _squares(split_gradients) * collectives.ranks_per_replica() / collectives.dp_size()
         )
     return math.sqrt(float(square))
 

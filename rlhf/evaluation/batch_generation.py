@@ -58,8 +58,8 @@ class PromptSet:
 
 def of_all_ranks(own: list[T]) -> list[T]:
     """The results of the batches of all ranks, in the order of the batches. own: those of `PromptSet.batches`"""
-    shares = collectives.gather_objects(own)
-    return [share[i] for i in range(len(shares[0])) for share in shares if i < len(share)]
+    by_rank = collectives.gather_objects(own)
+    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,8 @@ class Stretch:
     """This rank's stretch of each row, and the model's attention over all of them. All ranks create it together."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._group = collectives.share_group()
-        self._size, self._number = collectives.ranks_per_share(), collectives.rank() % collectives.ranks_per_share()
+        self._group = collectives.replica_group()
+        self._size, self._number = collectives.ranks_per_replica(), collectives.rank() % collectives.ranks_per_replica()
         from deepspeed.sequence.layer import DistributedAttention  # einops and an operator, which few runs need
 
         self._exchanging: Any = DistributedAttention(self._attend_to_all, self._group, scatter_idx=2, gather_idx=1)

@@ -16,8 +16,8 @@ FUSED = ("gpt2", "bloom")
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
-def shares(options: EngineOptions, ranks: int) -> int:
-    """Into how many shares `ranks` processes divide the rows.
+def replicas(options: EngineOptions, ranks: int) -> int:
+    """How many copies of the model `ranks` processes hold, each of which gets a part of the rows.
 
     Raises: UserError for options that exclude each other, or a number of ranks that is not divisible.
     """

@@ -22,7 +22,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.ema import BestWeights
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
-from rlhf.models.splitting import check_split, shares
+from rlhf.models.splitting import check_split, replicas
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.plan.forecast import Workload
 from rlhf.report.verdict import stage_verdict
@@ -113,7 +113,7 @@ class Supervised(Generic[C]):
         self.check_options(config)
         check_trackers(config.report_to)
         check_engine(config, ranks)
-        ranks = shares(config, ranks)
+        ranks = replicas(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
             check_steps(config, config.batch_size, f"--batch-size {config.batch_size}", config.micro_batch_size, ranks)
@@ -140,9 +140,9 @@ class Supervised(Generic[C]):
             return
         status(f"{name}: reading the data")
         tokenizer, data = self.check(config, ranks=collectives.world_size())
-        collectives.set_ranks_per_share(config.tensor_parallel_size * config.sequence_parallel_size)
+        collectives.set_ranks_per_replica(config.tensor_parallel_size * config.sequence_parallel_size)
         model_path = resolve_model_path(config.model, *FOLDERS)
-        batches = batches_for(data.train, config, (collectives.data_rank(), collectives.data_world_size()))
+        batches = batches_for(data.train, config, (collectives.dp_rank(), collectives.dp_size()))
         total = batches.steps(config.num_train_epochs)
         tokens = float(data.train.row_lengths.sum()) * total / batches.steps(1)
         with open_run(self.declaration, config, stage_status, {"model": model_path}) as run:

@@ -193,7 +193,7 @@ def test_options_that_cannot_work(options: dict[str, Any], words: list[str]) -> 
 def test_every_mini_batch_of_every_rank_has_a_chosen_response(options: Any, ranks: int, multiple: int) -> None:
     config = plugins.find("step3_ppo.algorithms", "best_of_n").Config(algorithm="best_of_n", **options)
     with pytest.raises(UserError, match=f"expected a multiple of {multiple} "):
-        inputs.check_shares(config, ranks)
+        inputs.check_batches(config, ranks)
 
 
 # --- the file of chosen responses

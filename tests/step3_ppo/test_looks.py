@@ -51,7 +51,7 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
     def of_rank(rank: int) -> list[Any]:
         alone: list[Any] = []
         with monkeypatch.context() as patch:
-            patch.setattr(heldout.collectives, "gather_shares", lambda mine: alone.append(mine) or [mine])
+            patch.setattr(heldout.collectives, "gather_replicas", lambda mine: alone.append(mine) or [mine])
             gather_evaluation(whole[torch.arange(rank, 5, 2)], judge, tokenizer, {})
         return alone
 
@@ -59,7 +59,7 @@ def test_a_look_has_the_responses_of_all_ranks_in_the_order_of_their_prompts(mon
         return torch.tensor([float(text.removeprefix("w")) for text in samples.responses])
 
     other = iter(of_rank(1))
-    monkeypatch.setattr(heldout.collectives, "gather_shares", lambda mine: [mine, next(other)])
+    monkeypatch.setattr(heldout.collectives, "gather_replicas", lambda mine: [mine, next(other)])
     gathered = gather_evaluation(whole[torch.arange(0, 5, 2)], judge, tokenizer, {})
     monkeypatch.undo()
     alone = gather_evaluation(whole, judge, tokenizer, {})

@@ -84,7 +84,7 @@ def engine(
 
 def step(trained: Engine, rows: Sequences, size: int = 8) -> dict[str, float]:
     """One step on this rank's share of `rows`, in micro-batches of at most `size`."""
-    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
+    mine = rows[torch.arange(collectives.dp_rank(), len(rows), collectives.dp_size())]
     count = collectives.sum_over_ranks(mine.loss_mask.sum())
     return trained.step(
         micro_batches(mine, size), lambda micro: losses.token_nll(trained(micro)[0], micro.loss_mask, count)

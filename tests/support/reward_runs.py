@@ -91,7 +91,7 @@ def run(folder: Path, pair_scores: Any = stage.score_separately, **options: Any)
     """The metrics of every step and of the evaluation after them, and the weights then."""
     config = config_of(folder, **options)
     dataset = rows_of(config)
-    batches = batches_for(dataset, config, (collectives.data_rank(), collectives.data_world_size()))
+    batches = batches_for(dataset, config, (collectives.dp_rank(), collectives.dp_size()))
     reward = Engine(scalar_model(), config, config, batches.steps(config.num_train_epochs))
     before = heldout.evaluate(reward, dataset, config, tiny.PAD, pair_scores)
     steps = stage.steps_of(dataset, batches, config, tiny.PAD)

@@ -111,7 +111,7 @@ def scored(size: int) -> list[list[float]]:
     model = sequence_parallel.scalar_model(ScalarModel(tiny.backbone(std=0.05), head), size)
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)
-    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
+    mine = rows[torch.arange(collectives.dp_rank(), len(rows), collectives.dp_size())]
     results = []
     for _ in range(3):
         with engine.inference() as scalar:
@@ -126,7 +126,7 @@ def one_sided(size: int) -> list[float]:
     engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
     rows = tiny.sequences([12, 9, 11, 7], [2] * 4)
     rows.loss_mask[:, 5:] = False
-    mine = rows[torch.arange(collectives.data_rank(), len(rows), collectives.data_world_size())]
+    mine = rows[torch.arange(collectives.dp_rank(), len(rows), collectives.dp_size())]
     count = rows.loss_mask.sum()
     return [
         engine.step([mine], lambda part: losses.token_nll(engine(part)[0], part.loss_mask, count))["loss"]
@@ -137,14 +137,14 @@ def one_sided(size: int) -> list[float]:
 def runs(folder: Path, everything: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"alone": {}, "tensor": {}, "sequence": {}}
     stages = (0, 1, 2, 3) if everything else (3,)
-    collectives.set_ranks_per_share(1)
+    collectives.set_ranks_per_replica(1)
     results["scores alone"], results["losses alone"] = scored(1), one_sided(1)
-    collectives.set_ranks_per_share(2)
+    collectives.set_ranks_per_replica(2)
     results["scores sequence"], results["losses sequence"] = scored(2), one_sided(2)
-    collectives.set_ranks_per_share(1)
+    collectives.set_ranks_per_replica(1)
     for family in sorted({*TENSOR, *SEQUENCE}) if everything else ("llama",):
         results["alone"][family] = trained(folder, family, {}, generating=True)
-    collectives.set_ranks_per_share(2)
+    collectives.set_ranks_per_replica(2)
     # Once a model is split, DeepSpeed holds every other in the process for split too.
     for kind, families in (("sequence", SEQUENCE), ("tensor", TENSOR)):
         for family in families if everything else ("llama",):

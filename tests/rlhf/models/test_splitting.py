@@ -12,7 +12,7 @@ import torch
 from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, shares
+from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, replicas
 from rlhf.plan.command import plan_stages
 from rlhf.plan.devices import PlanOptions
 from step1_sft.config import SFTConfig
@@ -96,11 +96,11 @@ def test_every_family_that_is_let_through(kind: str, family: str, results_of: Ma
 
 def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setenv(collectives.RANKS_PER_SHARE, "2")
+    monkeypatch.setenv(collectives.RANKS_PER_REPLICA, "2")
     shares_of_ranks = []
     for rank in range(6):
         monkeypatch.setenv("RANK", str(rank))
-        shares_of_ranks.append((collectives.data_rank(), collectives.data_world_size(), collectives.is_share_leader()))
+        shares_of_ranks.append((collectives.dp_rank(), collectives.dp_size(), collectives.leads_replica()))
     assert shares_of_ranks == [(rank, 3, first) for rank in range(3) for first in (True, False)]
 
 
@@ -119,13 +119,13 @@ def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.Mo
 )
 def test_what_does_not_go_together(options: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
-        shares(EngineOptions(**options), ranks)
+        replicas(EngineOptions(**options), ranks)
 
 
 def test_shares() -> None:
-    assert shares(EngineOptions(), 4) == 4
-    assert shares(EngineOptions(tensor_parallel_size=2), 4) == 2
-    assert shares(EngineOptions(sequence_parallel_size=4, adapter="lora"), 4) == 1
+    assert replicas(EngineOptions(), 4) == 4
+    assert replicas(EngineOptions(tensor_parallel_size=2), 4) == 2
+    assert replicas(EngineOptions(sequence_parallel_size=4, adapter="lora"), 4) == 1
 
 
 @pytest.mark.parametrize(
