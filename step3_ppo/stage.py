@@ -99,7 +99,8 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
             del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = iteration.kl_coef
         if not iteration.pretrains_critic:  # the policy of a warm-up is still the reference
-            learner.kl.observe(metrics["kl"])
+            deviation = metrics.get("shaped_score_std", metrics["score_std"])
+            learner.kl.observe(metrics["kl"], deviation, iteration.number - config.critic_warmup_iterations)
         learner.clock.lap("record")
         yield {**metrics, **outcome.update, **speed(metrics["tokens"], learner.clock.seconds)}
 
@@ -203,7 +204,8 @@ def run(config: Step3Config) -> None:
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None
         if config.keep_best is not None:
-            observers["best"] = best = Best(config.keep_best, config.patience, lambda: stage.save("best", save_actor))
+            keep = partial(stage.save, "best", save_actor)
+            observers["best"] = best = Best(config.keep_best, config.patience, keep, admits=learner.kl.admits)
         random_sources.seed(config.seed, 0)  # ranks have different rows, so random scores differ
         stage.resume(resumable(learner, observers))
         if stage.done:

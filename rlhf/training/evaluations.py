@@ -58,17 +58,28 @@ def with_evaluations(
 class Best:
     """Keeps the model with the best value of a held-out metric, and ends a run in which it has long not improved."""
 
-    def __init__(self, name: str, patience: int | None, keep: Callable[[], None], lower: bool = False) -> None:
-        """keep: keeps the model as it is now. lower: whether a lower value is better"""
+    def __init__(
+        self,
+        name: str,
+        patience: int | None,
+        keep: Callable[[], None],
+        lower: bool = False,
+        admits: Callable[[Metrics], bool] = lambda _: True,
+    ) -> None:
+        """keep: keeps the model as it is now. lower: whether a lower value is better. admits: the evaluations of models
+        that may be kept"""
         self.name, self.lower, self.waited, self.step = name, lower, 0, 0
         self.value = float("inf") if lower else float("-inf")
-        self._patience, self._keep = patience, keep
+        self._patience, self._keep, self._admits = patience, keep, admits
 
     def update(self, step: int, evaluation: Metrics, changed: bool = True) -> None:
-        """Compare a new evaluation with the best one, and keep the model if it is better. changed: since its start"""
+        """Compare a new evaluation with the best one, and keep the model if it is better and may be kept.
+
+        changed: since its start
+        """
         value = evaluation[self.name]
         self.waited += changed
-        if value < self.value if self.lower else value > self.value:
+        if (value < self.value if self.lower else value > self.value) and self._admits(evaluation):
             self.value, self.step, self.waited = value, step, 0
             self._keep()
 

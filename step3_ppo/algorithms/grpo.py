@@ -30,6 +30,9 @@ class Config(KLOptions, ClippedConfig):
     """per-token estimate of the KL in the loss; k2 has the gradient of the KL of a token given those before it, k3 is
     the paper's"""
 
+    def score_scale(self, deviation: float) -> float:
+        return 1.0 if self.scale_rewards else deviation
+
 
 class GRPO:
     """Credit is the score minus its group's mean, on every token of the response."""

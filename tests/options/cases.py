@@ -183,7 +183,10 @@ STEP3: Table = {
 }
 CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3], "loss_aggregation": ["sequence"], "tis_cap": [0.6]}
 KL: Table = {"kl_coef": [0.6]}
-STEERED: Table = {"kl_target": [alone(0.6, total_episodes=24)]}
+STEERED: Table = {
+    "kl_target": [alone(0.6, total_episodes=24)],
+    "kl_budget": [alone(0.6, total_episodes=24, kl_target=None, kl_coef=0.05)],
+}
 """near the KL of the last iteration but one: e times further away, all targets steer alike. One controller steers
 every algorithm: PPO has its case."""
 

@@ -223,7 +223,7 @@ class Reinforcement:
             rows = [i for i in rows if advantages[i][0] == 1.0]
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
         if iteration > o["critic_warmup_iterations"]:
-            self.steering.observe(metrics["kl"])
+            self.steering.observe(metrics["kl"], scored.scores)
         return metrics | averaged(steps)
 
     def options_at(self, iteration: int) -> dict[str, Any]:

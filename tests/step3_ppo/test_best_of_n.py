@@ -163,7 +163,7 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     gain = (after - before).sum(1)
     assert gain[rows].mean() > 0.05
     control = on_stage(game).kl
-    control.observe(3.0)
+    control.observe(3.0, 1.0, 0)
     assert control.coef == 0.0
 
 
