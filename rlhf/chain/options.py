@@ -26,7 +26,7 @@ SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 """sections of options, by step"""
 SHORT_HELP = {
     "models and data": ("actor-model", "reward-model", "data-path", "data-split", "chat-template", "max-train-rows"),
-    "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "export-every", "rehearse"),
+    "the run": ("output-dir", "steps", "seed", "overwrite", "report-to", "save-minutes", "rehearse"),
     "machine": (
         "deployment-type", "num-processes", "dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size",
         "adapter", "plan",

@@ -16,6 +16,7 @@ from rlhf.maths import ops
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration, _common, a2c
 from tests.contracts.test_algorithms import built, losses_and_gradients, moved, rollout
+from tests.support.players import first
 
 GROUP = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -208,14 +209,15 @@ def test_a_response_has_one_ratio() -> None:
 def test_with_every_weight_parts_add_up_and_padding_changes_no_bit(fill: float) -> None:
     weighed = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "tis_cap": 0.7}
     player, lengths = algorithm("grpo", **weighed), torch.tensor([6, 1, 3, 5, 2, 6, 0, 1])
+    iteration = first(player)
     clean, dirty = rollout(0.0, lengths), rollout(fill, lengths)
-    credit, count = player.credit(clean, LATER), clean.mask.sum().double()
+    credit, count = player.credit(clean, iteration), clean.mask.sum().double()
     expected = losses_and_gradients(player, clean, credit)
     assert all(map(torch.equal, losses_and_gradients(player, dirty, credit, fill), expected))
     logprobs = moved(clean)[0]
-    parts = [player.policy_loss(logprobs[i], clean[i], credit[i], count, LATER) for i in torch.arange(8).split(3)]
+    parts = [player.policy_loss(logprobs[i], clean[i], credit[i], count, iteration) for i in torch.arange(8).split(3)]
     assert sum(part.item() for part, _ in parts) == pytest.approx(expected[0].item(), abs=1e-6)
-    whole = player.policy_loss(logprobs, clean, credit, count, LATER)[1]
+    whole = player.policy_loss(logprobs, clean, credit, count, iteration)[1]
     for key, value in whole.items():
         assert sum(metrics[key].item() for _, metrics in parts) == pytest.approx(value.item(), abs=1e-6), key
 

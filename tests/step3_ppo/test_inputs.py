@@ -63,10 +63,10 @@ def test_prompt_and_response_fit_into_max_length_and_the_models_context(tmp_path
 
 
 def test_frozen_models_are_whole_beside_split_ones(tmp_path: Path) -> None:
-    assert inputs._shares(options(tmp_path, tensor_parallel_size=2), 4) == 2
+    assert inputs._replicas(options(tmp_path, tensor_parallel_size=2), 4) == 2
     for name in ("reference", "reward_models"):
         with pytest.raises(UserError, match=f"^{name}: --zero-stage 3: got it with --tensor-parallel-size 2"):
-            inputs._shares(options(tmp_path, tensor_parallel_size=2, **{name: {"zero_stage": 3}}), 4)
+            inputs._replicas(options(tmp_path, tensor_parallel_size=2, **{name: {"zero_stage": 3}}), 4)
 
 
 def test_every_stage_checks_the_room_for_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

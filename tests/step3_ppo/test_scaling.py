@@ -53,7 +53,7 @@ def test_the_algorithm_sees_scores_as_they_are_scaled(options: dict[str, Any]) -
         game = players("rloo", total_episodes=8, kl_coef=0.0, **options)
         with mock.patch.object(game.algorithm, "credit", wraps=game.algorithm.credit) as credit:
             (metrics,) = on_course(scored_by(game, count_of_words))
-        (rollout,) = credit.call_args.args
+        rollout, _ = credit.call_args.args
         scaled, raw = rollout.scores, rollout.source_scores[:, 0]
         assert not torch.equal(raw, scaled) and torch.equal(scaled, ScoreScaling(game.config)(raw))
     assert metrics["shaped_score"] == pytest.approx(scaled.double().mean().item())
