@@ -8,7 +8,6 @@ the run will write: checkpoints, exports, models, cards, the report.
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +64,13 @@ def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any
     whole = any(is_adapter(Path(resolve(path))) for own in starts.values() for path in own.values())
     if whole:
         console.say("rehearsal: with whole models, because one is an adapter on another")
-    shallow = cache(lambda path: path if whole else write_shallow(path, folder / f"model-{len(path)}-{hash(path)}"))
+    paths = dict.fromkeys(path for own in starts.values() for path in own.values())
+    small = {path: path if whole else write_shallow(path, folder / f"model-{i}") for i, path in enumerate(paths)}
     return {
         step: options.model_copy(
             update=_changes(step, options, ranks)
             | {"output_dir": str(folder)}
-            | {name: shallow(path) for name, path in starts[step].items()}
+            | {name: small[path] for name, path in starts[step].items()}
             | _models_of_stages(step, options, todo, folder)
         )
         for step, options in todo.items()
