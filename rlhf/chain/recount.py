@@ -14,6 +14,9 @@ roundings add up like a random walk (Higham & Mary 2019, SIAM J. Sci. Comput. 41
 with the root mean square of the logits, or scores, as `scale`. The largest of N such errors is below z s, with
 z = sqrt(2 log(2 N / P)), but with probability P. A log-prob is a logit less a log-sum-exp: sqrt(2) s; the log-sum-exp
 of rounded logits is s^2 / 2 too large in the mean. The KL of T tokens has 2 T log-probs. Counts have no error.
+
+Merging an adapter rounds each weight once more, so that each of the PRODUCTS of a layer is off by one rounding. That
+error is the same whenever the weight is used: in a mean over tokens it stays.
 """
 
 import gc
@@ -99,6 +102,11 @@ def mean_error(spread: float, count: int) -> float:
     return largest_error(spread, 1) * math.sqrt(2 / count) + spread**2 / 2
 
 
+def merging_error(spread: float) -> float:
+    """The bound of what merging changes in the mean of log-probs. spread: s of a logit"""
+    return math.sqrt(2) * largest_error(spread, 1)
+
+
 def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
     """The finished stages of a run, or the one that it is, with their steps. Raises: UserError without any."""
     folders = {step: run if run.name == each.name else run / each.name for step, each in STAGES.items()}
@@ -132,6 +140,7 @@ class Recount:
         self.stage, self.manifest = stage, stage.manifest or {}
         self.config, self.metrics = self.manifest["config"], self.manifest["metrics"]
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.merging = 0.0  # s / scale of what merging its adapter has changed in the model that was loaded last
         if self.config.get("quantize", "none") != "none":
             raise UserError("it ran on quantised weights, which plain transformers does not have")
 
@@ -160,6 +169,8 @@ class Recount:
         text, eps = saved.get_text_config(), torch.finfo(dtype).eps
         sums = PRODUCTS * text.hidden_size if eps == EPS else 0
         roundings = text.num_hidden_layers * (ROUNDINGS + sums)
+        merged = self.config.get("adapter") is not None and not is_adapter(Path(path))
+        self.merging = merged * eps * math.sqrt(text.num_hidden_layers * PRODUCTS / 12)
         return model.eval().to(self.device), eps * math.sqrt(roundings / 12)
 
     def data(self, folder: str, recipe: Recipe) -> tuple[PhaseData[Any], Template]:
@@ -214,7 +225,7 @@ def _fine_tuning(run: Recount) -> Iterator[Claim]:
     rows = [(row, *log_probs(model, row.ids)) for row in data.evaluation]
     learned = torch.cat([values[start - 1 : end - 1] for row, values, _ in rows for start, end in row.spans])
     scale = math.sqrt(sum(square for _, _, square in rows) / len(rows))
-    bound = mean_error(rounding * scale, len(learned)) + EPS * scale
+    bound = mean_error(rounding * scale, len(learned)) + EPS * scale + merging_error(run.merging * scale)
     perplexity = math.exp(-learned.mean().item())
     yield Claim("eval_perplexity", run.metrics["eval_perplexity"], perplexity, perplexity * math.expm1(bound))
     prompts = [row.ids[: row.spans[-1][0]] for row in data.evaluation[:PROMPTS]]
@@ -271,6 +282,7 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     """Claims on the saved responses: texts, lengths, ends, KL and scores."""
     samples, temperature = run.stage.samples, run.config["temperature"]
     (actor, rounding), responses = run.model(run.path("actor")), [sample["tokens"] for sample in samples]
+    merging = run.merging
     ended = [ids[-1] in _end_ids(actor, template) for ids in responses]
     triples = list(zip(prompts, responses, ended, strict=True))
     texts = [template.response_text(ids[:-1] if end else ids) for _, ids, end in triples]
@@ -285,11 +297,12 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     reference, _ = run.model(run.input("actor_model"))
     before = [log_probs(reference, (*prompt, *ids), len(prompt), temperature) for prompt, ids, _ in triples]
     del reference
-    spread = rounding * math.sqrt(sum(square for _, square in after + before) / (2 * len(triples)))
+    scale = math.sqrt(sum(square for _, square in after + before) / (2 * len(triples)))
+    spread, merged = rounding * scale, merging_error(merging * scale)
     kl = torch.stack([(a - b).sum() for (a, _), (b, _) in zip(after, before, strict=True)])
     bound = 2 * largest_error(spread, 1) * lengths.sum().sqrt().item() / len(kl) + len(kl) * EPS * kl.abs().mean()
-    yield Claim("eval_kl", run.metrics["eval_kl"], kl.mean().item(), float(bound))
-    bound = 2 * largest_error(spread, len(kl)) * lengths.max().sqrt()
+    yield Claim("eval_kl", run.metrics["eval_kl"], kl.mean().item(), float(bound + merged * lengths.mean()))
+    bound = 2 * largest_error(spread, len(kl)) * lengths.max().sqrt() + merged * lengths.max()
     yield _farthest("KL of the samples", [sample["kl"] for sample in samples], kl, float(bound))
     nlls = -torch.cat([values for values, _ in before])
     nll = nlls.mean().item()
