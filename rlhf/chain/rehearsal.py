@@ -60,51 +60,35 @@ def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, A
 
 def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any]:
     """The options of each stage for a rehearsal in `folder`."""
-    starts = _starts(todo)
-    whole = any(is_adapter(Path(resolve(path))) for own in starts.values() for path in own.values())
+    inputs = {step: _inputs(step, options, todo, folder) for step, options in todo.items()}
+    paths = list(dict.fromkeys(path for existing, _ in inputs.values() for path in existing.values()))
+    whole = any(is_adapter(Path(resolve(path))) for path in paths)
     if whole:
         console.say("rehearsal: with whole models, because one is an adapter on another")
-    paths = dict.fromkeys(path for own in starts.values() for path in own.values())
     small = {path: path if whole else write_shallow(path, folder / f"model-{i}") for i, path in enumerate(paths)}
+    changes: dict[int, dict[str, Any]] = {
+        step: _changes(step, todo[step], ranks) | {name: small[path] for name, path in existing.items()} | planned
+        for step, (existing, planned) in inputs.items()
+    }
     return {
-        step: options.model_copy(
-            update=_changes(step, options, ranks)
-            | {"output_dir": str(folder)}
-            | {name: small[path] for name, path in starts[step].items()}
-            | _models_of_stages(step, options, todo, folder)
-        )
-        for step, options in todo.items()
+        step: options.model_copy(update=changes[step] | {"output_dir": str(folder)}) for step, options in todo.items()
     }
 
 
-def _starts(todo: Mapping[int, Any]) -> dict[int, dict[str, str]]:
-    """The models that each stage starts from and no stage of `todo` makes, by option."""
+def _inputs(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The models that a stage starts from, by option: those that exist, and those that an option names and a stage of
+    `todo` makes, in `folder`. Without an option the stage finds the latter, and the critic, as in the run."""
     folders = {"actor_model": ("actor", "model"), "model": ("model", "actor")}
-    return {
-        step: {
-            name: resolve_model_path(path, *folders.get(name, ("model", "critic")))
-            for name, path in load(step).inputs(options).items()
-            if not _comes_from_stage(path, options, todo)
-            and (name != "critic_model" or options.critic_model is not None)
-        }
-        for step, options in todo.items()
-    }
-
-
-def _comes_from_stage(path: str, options: Any, todo: Mapping[int, Any]) -> bool:
-    makers = {STAGES[step].name: path for step in todo}
-    return planned_start(path, options.output_dir, makers) is not None
-
-
-def _models_of_stages(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> dict[str, str]:
-    """The models that an earlier stage makes and an option names, in `folder`."""
-    paths = {name: path for name, path in load(step).inputs(options).items() if getattr(options, name) is not None}
-    output = Path(options.output_dir).resolve()
-    return {
-        name: str(folder / Path(path).resolve().relative_to(output))
-        for name, path in paths.items()
-        if _comes_from_stage(path, options, todo)
-    }
+    output, makers = Path(options.output_dir).resolve(), {STAGES[maker].name: "" for maker in todo}
+    existing, planned = {}, {}
+    for name, path in load(step).inputs(options).items():
+        named = getattr(options, name) is not None
+        if planned_start(path, options.output_dir, makers) is None:
+            if named or name != "critic_model":
+                existing[name] = resolve_model_path(path, *folders.get(name, ("model", "critic")))
+        elif named:
+            planned[name] = str(folder / Path(path).resolve().relative_to(output))
+    return existing, planned
 
 
 def _changes(step: int, options: Any, ranks: int) -> dict[str, Any]:
