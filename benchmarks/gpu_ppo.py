@@ -41,7 +41,7 @@ class Iterations:
         from step3_ppo import stage
         from step3_ppo.schedule import Schedule
 
-        schedule = Schedule(len(items), self.config, self.learner.kl)
+        schedule = Schedule(len(items), self.config)
         return stage.observe(stage.train(self.learner, items, schedule), self.learner)
 
     def items(self) -> list[Any]:

@@ -96,7 +96,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         tokenizer, data = open_data(config, str(config.actor_model))
         endless = open_backend("loop", eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         learner = replace(set_up(config, tokenizer), backend=endless)
-        schedule = Schedule(len(data.train), config, learner.kl)
+        schedule = Schedule(len(data.train), config)
         steps = stage.observe(stage.train(learner, data.train, schedule), learner)
         pipe.ready()
         while pipe.next_request():

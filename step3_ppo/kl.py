@@ -28,11 +28,11 @@ class KLOptions(Step3Config):
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL to the reference, in the per-token reward or (grpo) in the loss"""
     kl_target: float | None = Field(None, gt=0)
-    """KL of a response, nats, to which the run is steered by changing kl_coef after each iteration; none: kl_coef is
+    """KL of a response, nats, to which the run is steered by changing kl_coef in each iteration; none: kl_coef is
     constant"""
     kl_budget: float | None = Field(None, gt=0)
     """KL of a response, nats, that the run spends: kl_coef starts at what the spread of the scores says, and is changed
-    after each iteration so that the KL reaches the budget at the end; keep_best skips policies above it. In place of
+    in each iteration so that the KL reaches the budget at the end; keep_best skips policies above it. In place of
     kl_coef, kl_target and abort_kl; none: no budget"""
 
     @model_validator(mode="after")
@@ -55,7 +55,7 @@ class KLOptions(Step3Config):
 
 
 class KLController:
-    """The coefficient of the next iteration; `observe` moves it so that the KL follows the wanted one.
+    """The coefficient of an iteration; `observe` moves it so that the KL follows the wanted one.
 
     A proportional and integral controller of the coefficient's logarithm (A. Stooke et al., arXiv 2007.03964, have it
     for the multiplier of a constraint). kl is in units of the target or budget, t the share of the run that is past:
@@ -68,13 +68,12 @@ class KLController:
     near it, and the policy would run past it. The wanted KL rises as that of a policy that moves evenly, whose KL grows
     with the square of the distance: a coefficient that is too low shows while the policy is still near.
 
-    With a budget, every KL from (1 - (1 - t)^2)^1.5 to 1 - (1 - t)^4 is wanted: e is 0 there, and counts from the
+    With a budget, every KL from 1 - (1 - t)^2 to 1 - (1 - t)^4 is wanted: e is 0 there, and counts from the
     nearer end elsewhere; (p, i) = BUDGET. Between these curves runs with a constant coefficient come to their last KL:
-    those that a small learning rate holds back near the lower one, a power of the travel at a rate that falls linearly.
+    those that a small learning rate holds back near the lower one, the travel at a rate that falls linearly.
     So a coefficient that is right is left alone until the end, where the curves meet. The best policy is proportional
     to pi_ref * exp(score / kl_coef); for normal scores of deviation s its KL is s^2 / (2 kl_coef^2). base starts at
-    START times the coefficient that makes this the budget. Until scores are measured it is 0: the policy of the first
-    iteration is the reference, which pays no penalty.
+    START times the coefficient that makes this the budget. Until scores differ it is 0.
 
     Above the wanted KL and below the target `base` stays: it would grow until the penalty drowns the score. The
     coefficient is 0 and stays 0 without options: the algorithm's Config is not a `KLOptions`.
@@ -85,8 +84,13 @@ class KLController:
         self._first = 0.0 if options is None or options.kl_budget is not None else options.kl_coef
         self.coef = self._base = self._first
 
+    @property
+    def moves(self) -> bool:
+        """Whether there is a target or a budget."""
+        return self._options is not None and (self._options.kl_budget or self._options.kl_target) is not None
+
     def observe(self, kl: float, score_deviation: float, iteration: int) -> None:
-        """After an iteration, which has a number from 0 without those in which only the critic learns.
+        """With the rollout of an iteration, which has a number from 0 without those in which only the critic learns.
 
         kl: mean over its responses of the KL summed over a response, nats. score_deviation: over its responses
         """
@@ -131,4 +135,4 @@ def _rising(past: float) -> tuple[float, float]:
 
 def _between(past: float) -> tuple[float, float]:
     """The same over the budget."""
-    return (1 - (1 - past) ** 2) ** 1.5, 1 - (1 - past) ** 4
+    return 1 - (1 - past) ** 2, 1 - (1 - past) ** 4

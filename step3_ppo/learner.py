@@ -21,7 +21,7 @@ from rlhf.types import Credit, Metrics, SampledRollout, Samples, ScoredRollout
 from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import STAGE, Step3Config
 from step3_ppo.kl import KLController
-from step3_ppo.metrics import Clock
+from step3_ppo.metrics import Clock, kl_and_deviation
 from step3_ppo.ptx import Ptx
 from step3_ppo.rollout import Scorer, ScoreScaling, generate, nonfinite, prompts_and_uniforms, score
 from step3_ppo.update import CreditedRollout, Trained, gather, update
@@ -76,6 +76,13 @@ class Learner:
     def shape(self, rollout: ScoredRollout) -> ScoredRollout:
         """The rollout with the scores that the algorithm gets: scaled and clipped, if the options say so."""
         return replace(rollout, scores=self.scaling(rollout.scores))
+
+    def steer(self, iteration: Iteration, rollout: ScoredRollout) -> Iteration:
+        """The iteration with its coefficient of the KL, which follows from the KL of its own shaped rollout."""
+        if self.kl.moves and not iteration.pretrains_critic:  # the policy of a warm-up is still the reference
+            kl, deviation = kl_and_deviation(rollout)
+            self.kl.observe(kl, deviation, iteration.number - self.config.critic_warmup_iterations)
+        return replace(iteration, kl_coef=self.kl.coef)
 
     def update(self, rollout: ScoredRollout, credit: Credit, iteration: Iteration) -> Metrics:
         """Optimizer steps on the responses of all ranks, or on those that the algorithm selects."""

@@ -79,6 +79,14 @@ def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
     }
 
 
+def kl_and_deviation(rollout: ScoredRollout) -> tuple[float, float]:
+    """Mean KL of a response to the reference, nats, and the standard deviation of scores, over those of all ranks."""
+    scores = rollout.scores.double()
+    columns = [torch.ones_like(scores), _kl(rollout)["kl"].to(scores), scores, scores.square()]
+    rows, kl, total, squares = collectives.sum_over_ranks(torch.stack(columns).sum(1).cpu()).tolist()
+    return kl / rows, math.sqrt(_variance(total / rows, squares / rows))
+
+
 def shaped_metrics(scores: Tensor, options: ScoreOptions) -> Metrics:
     """Of the scores [B] that the algorithm gets, where the options change them: `shaped_score`, its standard deviation,
     and with `score_clip` the share of scores at that limit, `score_at_clip`. Means over the responses of all ranks."""

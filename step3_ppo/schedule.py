@@ -12,7 +12,6 @@ from rlhf.engine.nonfinite import Tolerance
 from rlhf.types import ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.config import IterationOptions, Step3Config
-from step3_ppo.kl import KLController
 
 
 def iterations(options: IterationOptions) -> int:
@@ -30,9 +29,9 @@ def computed_tokens(config: Step3Config, prompts: PromptDataset[Prompt]) -> floa
 class Schedule:
     """The iterations that are left, with the prompts of this rank; and how many in a row were skipped."""
 
-    def __init__(self, prompts: int, config: Step3Config, kl: KLController) -> None:
-        """prompts: their number in the data; kl: whose coefficient an iteration gets when it begins"""
-        self._config, self._kl = config, kl
+    def __init__(self, prompts: int, config: Step3Config) -> None:
+        """prompts: their number in the data"""
+        self._config = config
         size = config.batch_size // config.num_generations
         ranks = (collectives.dp_rank(), collectives.dp_size())
         self._batches = Batches(prompts, size, config.seed, ranks)
@@ -45,7 +44,7 @@ class Schedule:
             number, self.done = self.done, self.done + 1
             pretrains_critic = number < self._config.critic_warmup_iterations
             repeated = [i for i in indices for _ in range(copies)]
-            yield Iteration(number, repeated, self._kl.coef, pretrains_critic)
+            yield Iteration(number, repeated, pretrains_critic=pretrains_critic)
 
     def skips(self, iteration: Iteration, rollout: ScoredRollout, problems: Mapping[str, Sequence[int]]) -> bool:
         """Whether some rank has a number that is not finite, so that no rank may learn from this rollout.

@@ -77,12 +77,13 @@ def train(learner: Learner, prompts: PromptDataset[Prompt], schedule: Schedule) 
             yield Outcome(iteration, rollout)
             continue
         shaped = learner.shape(rollout)  # scores scaled and clipped
+        iteration = learner.steer(iteration, shaped)  # with the weight of the KL that this KL asks for
         credit = learner.algorithm.credit(shaped, iteration)  # advantages and returns of each token
         yield Outcome(iteration, rollout, shaped, credit, learner.update(shaped, credit, iteration))
 
 
 def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
-    """The metrics of each iteration. The KL sets the coefficient of the next one."""
+    """The metrics of each iteration."""
     config, sources = learner.config, learner.scorer.sources
     for outcome in outcomes:
         iteration, rollout, shaped, credit = outcome.iteration, outcome.rollout, outcome.shaped, outcome.credit
@@ -98,9 +99,6 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
         if not config.rescore:
             del metrics["sampling_mismatch"]  # the update measures it
         metrics["kl_coef"] = iteration.kl_coef
-        if not iteration.pretrains_critic:  # the policy of a warm-up is still the reference
-            deviation = metrics.get("shaped_score_std", metrics["score_std"])
-            learner.kl.observe(metrics["kl"], deviation, iteration.number - config.critic_warmup_iterations)
         learner.clock.lap("record")
         yield {**metrics, **outcome.update, **speed(metrics["tokens"], learner.clock.seconds)}
 
@@ -199,7 +197,7 @@ def run(config: Step3Config) -> None:
 
         save_actor, save_critic = _exports(learner, config, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
-        schedule, watch = Schedule(len(prompts), config, learner.kl), Watch(dtype)
+        schedule, watch = Schedule(len(prompts), config), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
         observers = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None

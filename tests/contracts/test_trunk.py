@@ -146,7 +146,7 @@ def four_copies(config: Any, folders: Folders, together: Learner) -> Learner:
 
 def iterations(learner: Learner, config: Any, first: int = 0) -> Iterator[dict[str, float]]:
     prompts: Any = prompts_to_train_on()
-    schedule = Schedule(8, config, learner.kl)
+    schedule = Schedule(8, config)
     for _ in range(first):
         next(iter(schedule))
     for metrics in stage.observe(stage.train(learner, prompts, schedule), learner):

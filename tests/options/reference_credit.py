@@ -161,14 +161,14 @@ def value_loss(o: dict[str, Any], new: Tensor, t: Tokens) -> tuple[Tensor, dict[
 
 
 class Steering:
-    """The KL coefficient of each iteration, by the closed form of its controller.
+    """The KL coefficient of each iteration from its own rollout, by the closed form of its controller.
 
     log kl_coef = log kl_coef_1 + sum_i min(1, g_i/N) e_i + (2 or 1) e_n, 2 if e_n > 0, with e = log of
     (KL + target/10) / (wanted + target/10), within +-1, and g = 12 if e < 0, 24 if KL > target, else 0. From the first
     iteration on, where it is 0, the wanted KL rises for 0.3 N iterations to the target, with their square.
 
-    With a budget B, g is 12 or 0, the factor of e_n is 2, kl_coef_1 is 0.4 deviation / sqrt(2 B) from the second
-    iteration on, and after n of N iterations all KLs from (1 - (1 - n/N)^2)^1.5 B to (1 - (1 - n/N)^4) B are wanted.
+    With a budget B, g is 12 or 0, the factor of e_n is 2, kl_coef_1 is 0.4 deviation / sqrt(2 B), and
+    after n of N iterations all KLs from (1 - (1 - n/N)^2) B to (1 - (1 - n/N)^4) B are wanted.
     """
 
     def __init__(self, o: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class Steering:
         wanted = target * min(1.0, done / (0.3 * self.iterations)) ** 2
         if budget is not None:
             left = 1 - done / self.iterations
-            wanted = sorted([budget * (1 - left**2) ** 1.5, kl_of_responses, budget * (1 - left**4)])[1]
+            wanted = sorted([budget * (1 - left**2), kl_of_responses, budget * (1 - left**4)])[1]
             if not self.errors:
                 deviation = torch.tensor(scores, dtype=torch.float64).std(correction=0).item()
                 self.first = 0.4 * deviation / math.sqrt(2 * budget)

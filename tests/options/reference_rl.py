@@ -214,6 +214,9 @@ class Reinforcement:
         spread = mean([deviation(each) for each in self.members])
         plain = scored.scores
         scored.scores = self.scaling(plain)
+        if iteration > o["critic_warmup_iterations"]:
+            kls = [math.fsum(old) - math.fsum(ref) for old, ref in zip(scored.old, scored.ref, strict=True)]
+            self.steering.observe(mean(kls), scored.scores)
         advantages, returns = credit(self.options_at(iteration), scored, self.steering.coef())
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
         metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.steering.coef()}
@@ -222,8 +225,6 @@ class Reinforcement:
         if o["algorithm"] == "best_of_n":
             rows = [i for i in rows if advantages[i][0] == 1.0]
         steps = self.update(pairs, rows, (scored, advantages, returns), iteration)
-        if iteration > o["critic_warmup_iterations"]:
-            self.steering.observe(metrics["kl"], scored.scores)
         return metrics | averaged(steps)
 
     def options_at(self, iteration: int) -> dict[str, Any]:

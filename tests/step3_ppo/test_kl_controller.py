@@ -12,9 +12,8 @@ from rlhf.errors import UserError
 from rlhf.training.evaluations import Best
 from step3_ppo.algorithms.ppo import Config
 from step3_ppo.kl import KLController
-from step3_ppo.schedule import Schedule
 from tests.support import tiny
-from tests.support.players import config_of, on_stage, players
+from tests.support.players import on_course, on_stage, players
 
 ITERATIONS, BATCH = 40, 128
 
@@ -76,13 +75,9 @@ def spent(
     with the learning rate. noise: deviation of the logarithm of a measured KL"""
     control, draw, kl, history = spender(budget, iterations), random.Random(seed), 0.0, []
     for iteration in range(iterations):
-        measured = kl * math.exp(draw.gauss(0.0, noise))
-        if iteration == 0:  # the reference pays no penalty
-            kl = 0.1 * budget
-        else:
-            best = min((responsiveness * scale / control.coef) ** 2 / 2, 5 * budget)
-            kl += 0.35 * (1 - iteration / iterations) * (best - kl)
-        control.observe(measured, scale, iteration)
+        control.observe(kl * math.exp(draw.gauss(0.0, noise)), scale, iteration)
+        best = min((responsiveness * scale / control.coef) ** 2 / 2, 5 * budget)
+        kl += 0.35 * (1 - iteration / iterations) * (best - kl)
         history.append(kl / budget)
     return history
 
@@ -105,16 +100,16 @@ def test_a_budget_is_spent_where_the_kl_is_measured_with_noise() -> None:
 
 
 def test_the_coefficient_under_a_budget_by_hand() -> None:
-    """After 10 of 40 iterations the KL may be between 0.4375^1.5 = 0.2894 and 0.6836 of the budget, 2 nats."""
+    """After 10 of 40 iterations the KL may be between 0.4375 and 0.6836 of the budget, 2 nats."""
     control = spender(2.0)
     control.observe(0.0, 0.0, 0)
     assert control.coef == 0.0  # scores that are all the same say nothing
     control.observe(0.0, 3.0, 1)
     first = 0.4 * 3 / math.sqrt(2 * 2)
-    error = math.log(0.1 / ((1 - (39 / 40) ** 2) ** 1.5 + 0.1))
+    error = math.log(0.1 / (1 - (39 / 40) ** 2 + 0.1))
     assert control.coef == pytest.approx(first * math.exp(12 / 40 * error + 2 * error))
     base = first * math.exp(12 / 40 * error)
-    for kl in (0.579, 1.367):  # right: the base, whatever the scores are by now
+    for kl in (0.876, 1.367):  # right: the base, whatever the scores are by now
         control.observe(kl, 50.0, 10)
         assert control.coef == pytest.approx(base)
     control.observe(1.8, 3.0, 10)  # too much by now, but within the budget
@@ -200,12 +195,15 @@ def test_a_resumed_run_keeps_its_coefficient_unless_the_options_changed_it(asked
         assert after.kl.state_dict() == before.kl.state_dict()
 
 
-def test_an_iteration_gets_the_coefficient_of_the_controller_when_it_begins() -> None:
-    config = config_of("ppo", kl_coef=0.07, total_episodes=24, critic_warmup_iterations=1)
-    kl = KLController(config)
-    iterations = iter(Schedule(8, config, kl))
-    first = next(iterations)
-    assert (first.number, first.kl_coef, first.pretrains_critic) == (0, 0.07, True)
-    kl.coef = 0.5
-    second = next(iterations)
-    assert (second.number, second.kl_coef, second.pretrains_critic) == (1, 0.5, False)
+def test_an_iteration_gets_the_coefficient_of_its_own_rollout() -> None:
+    """Of the policy that is about to learn; while only the critic learns, that of the options."""
+    with tiny.one_rank():
+        game = players("ppo", kl_coef=0.07, kl_target=0.02, total_episodes=32, critic_warmup_iterations=1)
+        warm_up, *rows = on_course(game)
+    control, expected = KLController(game.config), list[float]()
+    for iteration, row in enumerate(rows):
+        control.observe(row["kl"], row["score_std"], iteration)
+        expected.append(control.coef)
+    assert warm_up["kl_coef"] == 0.07
+    assert [row["kl_coef"] for row in rows] == pytest.approx(expected, rel=1e-9)
+    assert len(rows) == 3 and len(set(expected)) == 3

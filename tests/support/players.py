@@ -192,7 +192,7 @@ def on_course(game: Players) -> Iterator[Metrics]:
     """The iterations of step 3 with these players."""
     prompts: Any = prompts_to_train_on()
     learner = on_stage(game)
-    return stage.observe(stage.train(learner, prompts, Schedule(len(prompts), game.config, learner.kl)), learner)
+    return stage.observe(stage.train(learner, prompts, Schedule(len(prompts), game.config)), learner)
 
 
 def prompts_to_train_on() -> list[Prompt]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rlhf.training import checkpoints
-from step3_ppo.kl import KLController
 from step3_ppo.schedule import Schedule
 from tests.support import killing, saving, tensorboard_events
 from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
@@ -209,10 +208,9 @@ def test_a_run_that_patience_ended_leaves_its_last_checkpoint_and_renamed_export
 
 def test_fewer_iterations_than_are_done_end_the_run() -> None:
     """A run may go on with a smaller total: with what it has, if that is more."""
-    kl = KLController(None)
-    course = Schedule(40, ppo_options(), kl)
+    course = Schedule(40, ppo_options())
     assert [iteration.number for iteration in itertools.islice(course, 3)] == [0, 1, 2]
     for episodes, rest in ((8, []), (24, []), (40, [3, 4])):
-        again = Schedule(40, ppo_options(total_episodes=episodes), kl)
+        again = Schedule(40, ppo_options(total_episodes=episodes))
         again.load_state_dict(course.state_dict())
         assert [iteration.number for iteration in again] == rest
