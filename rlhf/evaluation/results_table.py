@@ -53,8 +53,9 @@ class Selection:
 def selections(policy: str, selector: Tensor, scores: Tensor) -> list[Selection]:
     """The curve over n of K responses to each of N prompts. selector, scores [N, K]: by the selector and the judge."""
     result, scores = [], scores.double()
+    curves = [best_of_n.expected_scores(by, scores) for by in (selector, scores)]
     for n in best_of_n.sizes(scores.shape[1])[1:]:
-        selected, best = (best_of_n.expected_score(by, scores, n) for by in (selector, scores))
+        selected, best = (curve[:, n - 1] for curve in curves)
         gain, most = selected - scores.mean(1), (best - scores.mean(1)).mean().item()
         share = gain.mean().item() / most if most > ROUNDING * scores.abs().max().item() else None
         result.append(Selection(policy, n, best_of_n.kl(n), mean_interval(selected), mean_interval(gain), share))
