@@ -23,6 +23,8 @@ POLICY_CARD = (
     "A language model after reinforcement learning from scores, with a KL penalty that keeps it near the model that it "
     "started from: the third stage of RLHF (InstructGPT, [arXiv 2203.02155](https://arxiv.org/abs/2203.02155))."
 )
+BEST_OF = "best_of.jsonl"
+"""the file with the scores of several responses before training to a held-out prompt"""
 STAGE = Declaration(
     name="step3_ppo",
     title="Reinforcement learning from scores.",
@@ -35,7 +37,7 @@ STAGE = Declaration(
     models=("actor", "critic", "best", "ema"),
     policies=("actor", "best", "ema"),
     reference="actor_model",
-    logs=("samples.jsonl", "chosen.jsonl", "rollouts-*.jsonl"),
+    logs=("samples.jsonl", BEST_OF, "chosen.jsonl", "rollouts-*.jsonl"),
     losses=("policy_loss", "value_loss"),
     phases={
         ("step3_ppo.rollout", "generate"): Phase("generation", "rollout_batch_size"),
@@ -49,6 +51,8 @@ STAGE = Declaration(
             Curve("Score for the algorithm", ("shaped_score",)),
             Curve("Disagreement of reward models", ("score_disagreement",)),
             Curve("Judge", ("eval_judge",)),
+            Curve("Worth the best of n", ("eval_score_worth_best_of", "eval_judge_worth_best_of")),
+            Curve("Gain over that of best-of-n at the same KL", ("eval_score_efficiency",)),
             Curve("KL from the reference", ("kl", "eval_kl"), (0.0, "")),
             Curve("KL coefficient", ("kl_coef",)),
             Curve("Response length", ("response_length", "eval_response_length")),

@@ -51,6 +51,7 @@ from step3_ppo.plan import workload
 from step3_ppo.rollout import score
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.warnings import Watch
+from step3_ppo.worth import measure, worth
 
 HELD_OUT = 2**20 - 1
 """number of the rollout of held-out responses, which no iteration has"""
@@ -184,6 +185,7 @@ def run(config: Step3Config) -> None:
         problem = nonfinite_scores(before)
         if problem is not None:
             raise UserError(problem)
+        start = measure(learner, evaluation, judge, before)
 
         def evaluate_again(iteration: int) -> Metrics:
             nonlocal after
@@ -193,7 +195,7 @@ def run(config: Step3Config) -> None:
                 console.say(f"warning, iteration {iteration}: {problem}")
             samples = write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             stage.recorder.table("samples", iteration, samples[: config.sample_rows])
-            return compare(before, after)
+            return compare(before, after) | worth(start, before, after)
 
         save_actor, save_critic = _exports(learner, config, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
@@ -223,7 +225,7 @@ def run(config: Step3Config) -> None:
             exports["critic"] = save_critic
         if learner.ema is not None:
             exports["ema"] = partial(save_actor, average=learner.ema)
-        stage.finish(exports, compare(before, after), learner.state_dict())
+        stage.finish(exports, compare(before, after) | worth(start, before, after), learner.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from rlhf.config.declaration import Declaration, Result
+from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval, power, student_t, win_rate_interval
 from rlhf.maths.length_control import win_rate_at_equal_length
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
-from rlhf.report.records import RunRecord, StageRecord, number, read_stage
+from rlhf.report.records import Row, RunRecord, StageRecord, number, read_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,48 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
     if distance:
         kl, half = (number(distance[-1], f"eval_{stage.declaration.report.distance}{end}") for end in ("", "_ci95"))
         text = short(kl or 0.0) if not half else " ± ".join(with_half_width(kl or 0.0, half))
-        sentences.append(f"It is {text} nats per response away from its reference (KL).")
+        enough = "".join(
+            _enough(distance[-1], x.result.metric, kl or 0.0) for x in compared if not x.result.independent
+        )
+        sentences.append(f"It is {text} nats per response away from its reference (KL).{enough}")
+    sentences[:1] = [sentences[0] + _worth(stage, compared)]
     return sentences
+
+
+def _worth(stage: StageRecord, compared: Sequence[Change]) -> str:
+    """A sentence on how many samples before training one response is worth, first by what it was trained on."""
+    parts: list[str] = []
+    for change in sorted(compared, key=lambda each: each.result.independent):
+        metric = change.result.metric
+        row = stage.values(metric)[-1]
+        n, low, high = (number(row, f"{metric}_worth_{name}") or 0.0 for name in ("best_of", "low", "high"))
+        most = number(row, "eval_best_of")
+        if n and most:
+            words = "no better than one" if n == 1 else f"as good as the best of {_samples(n, most)}"
+            between = "" if low == high else f" (between {_samples(low, most)} and {_samples(high, most)})"
+            parts.append(
+                f"by the {change.result.label}, {words}{between}" if parts else f"{words} before training{between}"
+            )
+    return f" One response is now {'; '.join(parts)}." if parts else ""
+
+
+def _samples(n: float, most: float) -> str:
+    """The n of best-of-n in words; the curve ends at `most`."""
+    return f"more than {most:.0f}" if n >= most else f"{n:.0f}" if n >= 10 else f"{n:.1f}".removesuffix(".0")
+
+
+def _enough(row: Row, metric: str, kl: float) -> str:
+    """A sentence on the KL that best-of-n needs for the same score, and on the gain at the same KL."""
+    names = f"{metric}_worth_best_of", "eval_best_of", f"{metric}_efficiency", f"{metric}_efficiency_ci95"
+    n, most, efficiency, half = (number(row, name) for name in names)
+    if efficiency is None or not n or not most or n == 1:
+        return ""
+    more, at_most = "more than " if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
+    ratio = " ± ".join(with_half_width(efficiency, half or 0.0)[: 2 if half else 1])
+    return (
+        f" Best-of-n before training needs {more}{short(best_of_n.kl(n))} nats for this score; the gain is "
+        f"{at_most}{ratio} of what best-of-n gains at this KL."
+    )
 
 
 def _length_alone(stage: StageRecord, change: Change) -> list[str]:
