@@ -82,6 +82,9 @@ class PolicyResult:
     """negative log-likelihood under the reference; perplexity is its exponential"""
     perplexity: float
     distinct_2: float
+    worth: Interval | None = None
+    """the n whose best-of-n of the baseline, by the selector, has this score; at K of K responses it is K or more.
+    None for the baseline, and without a selector"""
 
 
 def policy_results(responses: dict[str, Responses]) -> list[PolicyResult]:
@@ -91,12 +94,16 @@ def policy_results(responses: dict[str, Responses]) -> list[PolicyResult]:
 
 
 def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> PolicyResult:
-    gain = win_rate = at_equal_length = None
+    gain = win_rate = at_equal_length = worth = None
     if baseline is not None:
         gain = mean_interval(policy.scores.mean(1) - baseline.scores.mean(1))
         wins = pair_wins(policy.scores, baseline.scores, _equal_responses(policy, baseline))
         win_rate = win_rate_interval(wins.mean(1))
         at_equal_length = length_controlled_win_rate(wins, pair_differences(policy.lengths, baseline.lengths))
+        if baseline.selector is not None:
+            mean = baseline.scores.mean(1)
+            best = best_of_n.expected_scores(baseline.selector, baseline.scores) - mean[:, None]
+            worth = best_of_n.worth(policy.scores.mean(1) - mean, best)
     nll = (policy.ref_nll.sum() / policy.lengths.sum()).item()
     return PolicyResult(
         policy=name,
@@ -104,6 +111,7 @@ def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> 
         gain=gain,
         win_rate=win_rate,
         length_controlled_win_rate=at_equal_length,
+        worth=worth,
         kl=mean_interval(policy.kl.mean(1)),
         response_length=policy.lengths.mean().item(),
         ended=policy.ended.mean().item(),
@@ -159,8 +167,18 @@ def tables(results: list[PolicyResult]) -> list[Table]:
         for s in results
     ]
     by_kl = sorted(results, key=lambda s: s.kl.mean)
+    best_of = ("best of n of the baseline",) if any(s.worth is not None for s in results) else ()
     frontier: list[tuple[str, ...]] = [
-        (_with_half_width(s.kl), _with_half_width(s.score), "yes" if on_frontier(s, results) else "no", s.policy)
+        (
+            _with_half_width(s.kl),
+            _with_half_width(s.score),
+            "yes" if on_frontier(s, results) else "no",
+            *(
+                "-" if s.worth is None else f"{s.worth.mean:.3g} [{s.worth.low:.3g}, {s.worth.high:.3g}]"
+                for _ in best_of
+            ),
+            s.policy,
+        )
         for s in by_kl
     ]
     controlled: list[tuple[str, ...]] = [
@@ -171,7 +189,7 @@ def tables(results: list[PolicyResult]) -> list[Table]:
     return [
         (f"against the baseline {results[0].policy}", columns, rows),
         ("win rate at equal length", ("policy", "length", "win rate", "at equal length"), controlled),
-        ("score against KL", ("KL", "score", "on the frontier", "policy"), frontier),
+        ("score against KL", ("KL", "score", "on the frontier", *best_of, "policy"), frontier),
     ]
 
 
@@ -190,6 +208,10 @@ def selection_tables(selected: Sequence[Selection], source: str | None) -> list[
         for s in selected
     ]
     return [(f"the response that {source} selects among n", columns, rows)] if rows else []
+
+
+def _samples(n: Interval | None) -> str:
+    return "-" if n is None else f"{n.mean:.3g} [{n.low:.3g}, {n.high:.3g}]"
 
 
 def _with_half_width(interval: Interval) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -189,6 +190,16 @@ def require_selection(curve: list[dict[str, Any]], rows: list[dict[str, Any]]) -
         assert whole["kl"] == pytest.approx(math.log(3) - 2 / 3)
 
 
+def require_worth(curve: list[dict[str, Any]], policies: list[dict[str, Any]]) -> None:
+    """The score of a policy, linear between the scores of the baseline's best of 1, 2 and 3."""
+    first, *others = policies
+    knots = [first["score"]["mean"], *(each["score"]["mean"] for each in curve[:2])]
+    for score, worth in ((policy["score"]["mean"], policy["worth"]) for policy in others):
+        assert worth["low"] <= worth["mean"] <= worth["high"]
+        end = (score <= knots[0]) if worth["mean"] == 1 else (score >= max(knots) - 1e-9)
+        assert end or np.interp(worth["mean"], (1, 2, 3), knots) == pytest.approx(score)
+
+
 def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:
     paths = [str(world / name) for name in ("base", "even", "more")]
     out = tmp_path / "out"
@@ -197,6 +208,7 @@ def test_the_files_agree_with_each_other(run: Run, world: Path, options: list[st
     assert (code, error) == (0, "")
     result, rows = results(out), samples(out)
     require_selection(result["best_of_n"], rows)
+    require_worth(result["best_of_n"], result["policies"])
     assert len(rows) == 12 * 3 and result["prompts"] == 12
     assert [policy["policy"] for policy in result["policies"]] == paths
     for path, policy in zip(paths, result["policies"], strict=True):
