@@ -133,6 +133,17 @@ def recount(step: int, stage: StageRecord) -> Iterator[Claim]:
         yield Claim("can be computed again", "yes", f"no: {error}")
 
 
+def load_plainly(auto: Any, path: str, **options: Any) -> Any:
+    """The saved model as transformers loads it, or as peft does if it is an adapter. auto: a class of transformers.
+    Raises: UserError."""
+    with explain_load_errors(path):
+        if is_adapter(Path(path)):
+            import peft  # it takes more than a second
+
+            auto = getattr(peft, auto.__name__.replace("Auto", "AutoPeft"))
+        return auto.from_pretrained(path, trust_remote_code=False, **options)
+
+
 class Recount:
     """A finished stage: its files, its data, and its models as plain transformers loads them."""
 
@@ -156,12 +167,7 @@ class Recount:
         gc.collect()  # the model before this one
         options: dict[str, Any] = {"num_labels": 1} if classifier else {}
         auto: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
-        with explain_load_errors(path):
-            if is_adapter(Path(path)):
-                import peft  # it takes more than a second
-
-                auto = getattr(peft, auto.__name__.replace("Auto", "AutoPeft"))
-            model = auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=False, **options)
+        model = load_plainly(auto, path, dtype=torch.float32, **options)
         if classifier:  # it is read at the last id, also where a policy has sampled the id of padding
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
         saved: Any = load_config(path)  # in the dtype that the run chose

@@ -2,7 +2,7 @@
 
 Two optimizer steps (in step 3 iterations) a stage, on the devices, with the data, rewards and plug-ins of the run. The
 models have the run's architecture, tokenizer and width, but two layers with random weights. Everything is written that
-the run will write: checkpoints, exports, models, cards, the report.
+the run will write: checkpoints, exports, models, cards, the report, the runs of trackers. Then each stage is resumed.
 """
 
 import shutil
@@ -13,21 +13,25 @@ from typing import Any
 
 import transformers
 
-from rlhf import console
+from rlhf import console, plugins
 from rlhf.chain import report
+from rlhf.chain.recount import load_plainly
 from rlhf.chain.stages import STAGES, load
+from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
 from rlhf.models.load import load_config
 from rlhf.plan.activations import with_layers
-from rlhf.storage.manifests import planned_start, resolve_model_path
+from rlhf.report.records import read_stage
+from rlhf.storage.manifests import CARD, planned_start, read_manifest, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer
+from rlhf.training.record import LEFT_OUT
 
 FOLDER = ".rehearsal"
-"""in the output directory; removed at the end"""
-LAYERS, STEPS, EVAL_ROWS = 2, 2, 16
-LOCAL_TRACKERS = ("tensorboard",)
-"""trackers that a rehearsal writes to, beside a user's file; the others are only asked for a login, by the checks"""
+"""in the output directory, removed at the end; also the project of its runs in trackers"""
+LAYERS, STEPS = 2, 2
+EVAL_ROWS = 17
+"""no multiple of a batch of a user's reward: the run's number may be none"""
 
 
 def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, Any]], Any]) -> None:
@@ -41,21 +45,46 @@ def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, A
     folder, start = output / FOLDER, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     folder.mkdir(parents=True)
-    console.say(f"rehearsal: {STEPS} steps of each stage, with models of {LAYERS} layers")
+    console.say(
+        f"rehearsal: {STEPS} steps of each stage, then more from its checkpoint, with models of {LAYERS} layers"
+    )
     try:
-        failed = run_all(in_small(todo, folder, ranks))
-        if failed is not None:
-            step, status = failed
-            console.say(f"rehearsal: {STAGES[step].name} failed ({status.cause}); nothing of the run has started")
-            raise SystemExit(int(status) if status > 0 else 128 - status)
-        report.write_at_end(str(folder))
-        for name in STAGES[3].policies if 3 in todo else ():
-            policy = folder / STAGES[3].name / name
-            if policy.is_dir() and not is_adapter(policy):
-                transformers.AutoModelForCausalLM.from_pretrained(policy)
+        small = in_small(todo, folder, ranks)
+        # The last stage is resumed first: it has started from the models of the earlier ones as they are.
+        for stages in (small, {step: _longer(step, small[step]) for step in reversed(small)}):
+            _run(stages, run_all)
+            for step in stages:
+                _require_whole(step, folder / STAGES[step].name)
+        report.write(report.ReportConfig(runs=(str(folder),)))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     console.say(f"rehearsal: passed in {time.monotonic() - start:.0f} s; now the run")
+
+
+def _run(small: dict[int, Any], run_all: Callable[[dict[int, Any]], Any]) -> None:
+    """Raises: SystemExit with the status of the stage that failed."""
+    failed = run_all(small)
+    if failed is not None:
+        step, status = failed
+        console.say(f"rehearsal: {STAGES[step].name} failed ({status.cause}); nothing of the run has started")
+        raise SystemExit(int(status) if status > 0 else 128 - status)
+
+
+def _require_whole(step: int, directory: Path) -> None:
+    """Raises: UserError for what a stage has lost without being ended by it: a tracker, a model card, a number of the
+    result; or for a policy that cannot be loaded."""
+    manifest, results = read_manifest(directory), STAGES[step].report.results
+    warnings = read_stage(directory, STAGES[step]).of_kind("warning")
+    lost = [row["advice"] for row in warnings if row["name"] == LEFT_OUT]
+    lost += [
+        f"{model} has no model card" for model in manifest["models"] if not (directory / model / CARD[0]).is_file()
+    ]
+    lost += [f"{x.metric} is no finite number" for x in results if manifest["metrics"].get(x.metric, 0.0) is None]
+    if lost:
+        raise UserError(f"rehearsal: {directory.name}: {'; '.join(lost)}; nothing of the run has started")
+    for name in STAGES[step].policies:
+        if name in manifest["models"]:
+            load_plainly(transformers.AutoModelForCausalLM, str(directory / name))
 
 
 def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any]:
@@ -93,16 +122,16 @@ def _inputs(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> t
 
 def _changes(step: int, options: Any, ranks: int) -> dict[str, Any]:
     """Options for two steps, with an evaluation, a checkpoint and an export after each."""
-    trackers = tuple(name for name in options.report_to if name.split(",")[0].endswith((*LOCAL_TRACKERS, ".py")))
     changes: dict[str, Any] = {
-        "report_to": trackers,
+        "report_to": tuple(map(_in_project, options.report_to)),
         "save_every": 1,
+        "keep_last_checkpoint": True,
         "export_every": options.export_every and 1,
         "max_eval_rows": min(options.max_eval_rows, max(EVAL_ROWS, ranks)),
         "overwrite": False,
     }
     if step < 3:
-        rows = STEPS * options.batch_size
+        rows = max(STEPS, STEPS * options.batch_size - 1)  # the last batch of an epoch is smaller
         return changes | {"max_train_rows": rows, "num_train_epochs": 1, "eval_every": "1"}
     return changes | {
         "max_train_rows": options.batch_size,
@@ -111,6 +140,19 @@ def _changes(step: int, options: Any, ranks: int) -> dict[str, Any]:
         "eval_every": 1,
         "eval_samples": min(options.eval_samples, max(EVAL_ROWS, ranks)),
     }
+
+
+def _longer(step: int, options: Any) -> Any:
+    """The options with which a finished stage goes on."""
+    if step < 3:
+        return options.model_copy(update={"num_train_epochs": options.num_train_epochs + 1})
+    return options.model_copy(update={"total_episodes": options.total_episodes + options.batch_size})
+
+
+def _in_project(tracker: str) -> str:
+    """The tracker with the project FOLDER, if it names another."""
+    name, values = plugins.parse_spec(tracker)
+    return plugins.spec(name, **values | {"project": FOLDER}) if "project" in values else tracker
 
 
 def write_shallow(path: str, folder: Path) -> str:

@@ -17,6 +17,8 @@ from rlhf.types import Metrics
 
 EVALUATION = "eval_"
 """How the names of numbers on held-out rows begin."""
+LEFT_OUT = "tracker_left_out"
+"""The name of the warning of a tracker that fails."""
 
 
 class MetricsFile:
@@ -30,6 +32,8 @@ class MetricsFile:
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
         row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
+        for name in row.keys() & metrics.keys():
+            raise UserError(f"{self._file.name}: a metric is named {name}, as a column of every row; rename it")
         self._append(row | {name: _plain(value) for name, value in metrics.items()})
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
@@ -65,7 +69,7 @@ class Recorder:
     """
 
     def __init__(self, directory: Path, done: int = 0, reporter: Reporter | None = None) -> None:
-        self._done, self._reporter = done, reporter
+        self._done, self._step, self._reporter = done, done, reporter
         self._file = MetricsFile(directory / "metrics.jsonl") if collectives.is_main() else None
 
     def follow(self, steps: Iterable[Metrics], total: int, title: str, shown: Sequence[str]) -> Generator[Metrics]:
@@ -81,6 +85,7 @@ class Recorder:
                 yield metrics
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
+        self._step = step
         if self._file is not None:
             self._file.write(kind, step, metrics)
         if self._reporter is not None:
@@ -106,11 +111,15 @@ class Recorder:
             self._reporter.verdict(step, describe)
 
     def close(self) -> None:
-        """Close the file and end the trackers' runs. A second call does nothing."""
+        """End the trackers' runs, record which have failed, and close the file. A second call does nothing."""
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            reporter.close()
         if self._file is not None:
+            with contextlib.suppress(UserError):  # of a full disk
+                for failure in reporter.failures if reporter is not None else ():
+                    self._file.warn(self._step, LEFT_OUT, {}, failure)
             self._file.close()
-        if self._reporter is not None:
-            self._reporter.close()
 
 
 def _by_kind(metrics: Metrics) -> dict[str, Metrics]:

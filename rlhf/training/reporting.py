@@ -42,6 +42,7 @@ class Reporter:
         path = directory / RUN_IDS
         run_ids: dict[str, str] = disk.read_json(path) if done and path.is_file() else {}
         config = _flat(masked(options.model_dump(mode="json")))
+        self.failures: list[str] = []
         self._open: list[_Open] = []
         for spec in options.report_to:
             name, _ = plugins.parse_spec(spec)
@@ -100,9 +101,8 @@ class Reporter:
         if caught.error is not None:
             self._open.remove(each)
             reason = plugins.error_location(caught.error)
-            console.say(
-                f"warning: tracker {each.name} fails and is left out from here on ({reason}); metrics.jsonl has it all"
-            )
+            self.failures.append(f"tracker {each.name} fails and is left out from here on ({reason})")
+            console.say(f"warning: {self.failures[-1]}; metrics.jsonl has it all")
 
 
 def rows_after(metrics_file: Path, done: int) -> Rows:

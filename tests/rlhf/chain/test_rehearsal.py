@@ -22,7 +22,9 @@ def todo_of(output: Path) -> dict[int, Any]:
     shared = {**COMMON, "output_dir": str(output), "batch_size": 8}
     return {
         1: SFTConfig(model="demo-llama", **shared, num_train_epochs=3, overwrite=True),
-        2: RewardConfig(model=f"{output}/step1_sft", **shared, export_every=50, report_to=("wandb", "tensorboard")),
+        2: RewardConfig(
+            model=f"{output}/step1_sft", **shared, export_every=50, report_to=("wandb,project=mine", "tensorboard")
+        ),
         3: ppo.Config(**shared, total_episodes=800, critic_warmup_iterations=9, reward_model="demo-llama"),
     }
 
@@ -31,13 +33,21 @@ def test_each_stage_has_two_steps_in_the_folder_of_the_rehearsal(tmp_path: Path)
     folder = tmp_path / "small"
     first, second, third = rehearsal.in_small(todo_of(tmp_path / "out"), folder, ranks=1).values()
     assert {options.output_dir for options in (first, second, third)} == {str(folder)}
-    assert (first.max_train_rows, first.batch_size, first.num_train_epochs, first.overwrite) == (16, 8, 1, False)
+    assert (first.max_train_rows, first.batch_size, first.num_train_epochs, first.overwrite) == (15, 8, 1, False)
     assert (first.eval_every, first.save_every, first.export_every) == ("1", 1, None)
     assert second.model == str(folder / "step1_sft")  # which the rehearsal makes
-    assert (second.export_every, second.report_to) == (1, ("tensorboard",))
+    assert (second.export_every, second.report_to) == (1, ("wandb,project=.rehearsal", "tensorboard"))
     assert (third.total_episodes, third.critic_warmup_iterations, third.eval_every) == (16, 1, 1)
     assert third.actor_model is None and third.critic_model is None  # as in the run
     assert first.model == third.reward_model and Path(first.model).parent == folder
+
+
+def test_numbers_of_rows_are_no_multiple_of_a_batch(tmp_path: Path) -> None:
+    todo = todo_of(tmp_path) | {1: SFTConfig(model="demo-llama", **COMMON, output_dir=str(tmp_path), batch_size=1)}
+    first, second, third = rehearsal.in_small(todo, tmp_path / "small", ranks=1).values()
+    for size in range(2, 17):
+        assert second.max_eval_rows % size and third.eval_samples % size
+    assert first.max_train_rows == 2 and second.max_train_rows % second.batch_size == 7
 
 
 def test_the_models_are_those_of_the_run_but_shallow(tmp_path: Path) -> None:

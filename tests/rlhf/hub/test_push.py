@@ -89,7 +89,7 @@ def test_what_would_fail_at_the_end_is_refused_before_training(
     repository = {"other owner": "them/x", "no owner": "x", "not an id": "a/b/c"}.get(case, ID)
     run = programs.runner("train", chain.main, monkeypatch, capsys)
     words = ["--steps", "1", "--data-path", "demo,rows=400", "--output-dir", str(tmp_path / "out")]
-    code, _, err = run(*words, "--push-to-hub", repository, "--private")
+    code, _, err = run(*words, "--push-to-hub", repository, "--private", "--rehearse")
     assert code == 2 and err.startswith(f"error: push to {repository}: ") and REFUSALS[case] in err
     assert err.count("\n") == 1 and not any("/commit/" in path for path in hub.writes)
 

@@ -14,6 +14,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rlhf import plugins
 from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
+from rlhf.report.meanings import read_meanings
 from rlhf.training import record, reporting, trackers
 from rlhf.training.reporting import Reporter
 from tests.support import tensorboard_events
@@ -246,6 +247,16 @@ def test_a_tracker_that_fails_is_left_out(fails: str, stage: Path, capsys: pytes
     assert len((stage / "other.jsonl").read_text().splitlines()) == 11
     output = capsys.readouterr().out
     assert output.count("is left out from here on") == 1 and "no route to host" in output and "mine.py:" in output
+    [left_out] = [line for line in lines if line.get("name") == record.LEFT_OUT]
+    assert lines[-1] == left_out and left_out["kind"] == "warning" and left_out["step"] == 3
+    assert "mine.py fails" in left_out["advice"] and "no route to host" in left_out["advice"]
+    assert record.LEFT_OUT in read_meanings()
+
+
+def test_a_metric_has_no_name_of_a_column(tmp_path: Path) -> None:
+    recorder = record.Recorder(tmp_path)
+    with pytest.raises(UserError, match=r"metrics.jsonl: a metric is named step, as a column of every row; rename it"):
+        recorder.write("train", 1, {"loss": 1.0, "step": 7.0})
 
 
 def test_a_full_disk_is_no_trackers_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
