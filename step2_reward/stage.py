@@ -186,14 +186,16 @@ class RewardModelling:
 
     @cached_property
     def _words_rule(self) -> float:
-        """The accuracy of a bag of words of the training pairs, on the held-out pairs."""
-        held_out = self._data.evaluation
-        train, measured = (
-            [(x.chosen[x.prompt_length :], x.rejected[x.prompt_length :]) for x in pairs]
-            for pairs in (self._data.train[:MEASURED], held_out)
-        )
-        weight = torch.from_numpy(held_out.weights).double()
-        return float((weight * in_order(preference_gaps(train, measured))).sum() / weight.sum())
+        """The accuracy of a bag of words of the training pairs, on the held-out pairs. Rank 0 fits it."""
+        accuracy, held_out = 0.0, self._data.evaluation
+        if collectives.is_main():
+            train, measured = (
+                [(x.chosen[x.prompt_length :], x.rejected[x.prompt_length :]) for x in pairs]
+                for pairs in (self._data.train[:MEASURED], held_out)
+            )
+            weight = torch.from_numpy(held_out.weights).double()
+            accuracy = float((weight * in_order(preference_gaps(train, measured))).sum() / weight.sum())
+        return float(collectives.gather_objects(accuracy)[0])
 
     def require_converged(self, metrics: Metrics) -> None:
         require_converged(metrics, self._data.evaluation.batch_elements, self._config.learning_rate)
