@@ -55,6 +55,10 @@ def log_odds_change(before: int, after: int, count: int) -> Interval:
     return Interval(change, change - half_width, change + half_width)
 
 
+POWER = 2.801585218
+"""z_0.975 + z_0.8: standard errors that a gain must have to be shown, at 95 %, with a probability of 80 %"""
+
+
 def power(prompts: int, deviation: float | None = None) -> str:
     """Which mean gain that many prompts show with a probability of 80 %, and how many a smaller one needs.
 
@@ -62,7 +66,7 @@ def power(prompts: int, deviation: float | None = None) -> str:
 
     deviation: s of the gain of a prompt; None: gains are said in this unit
     """
-    factor = (NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)) * (1.0 if deviation is None else deviation)
+    factor = POWER * (1.0 if deviation is None else deviation)
     gain = factor / math.sqrt(prompts)
     unit = 10.0 ** math.floor(math.log10(gain * 0.8))
     smaller = unit * max(step for step in (1, 2, 5) if step * unit <= gain * 0.8)

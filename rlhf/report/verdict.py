@@ -9,7 +9,7 @@ import torch
 
 from rlhf.config.declaration import Declaration, Result
 from rlhf.maths import best_of_n
-from rlhf.maths.intervals import Interval, mean_interval, power, student_t, win_rate_interval
+from rlhf.maths.intervals import POWER, Interval, mean_interval, power, student_t, win_rate_interval
 from rlhf.maths.length_control import win_rate_at_equal_length
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
 from rlhf.report.records import Row, RunRecord, StageRecord, number, read_stage
@@ -155,7 +155,7 @@ def judge(run: RunRecord) -> Verdict:
     alarms = _alarms(stage)
     if alarms and tone == "good":
         tone = "unsure"
-    cautions = (*length, *_cautions(by_samples), *alarms, *cautions)
+    cautions = (*length, *_spent_on_noise(stage, by_samples), *_cautions(by_samples), *alarms, *cautions)
     return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), cautions)
 
 
@@ -181,14 +181,10 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         if len(sentences) == 1 and change.gain is not None and change.gain.half_width > 0:
             deviation = change.gain.half_width / student_t(change.prompts - 1) * change.prompts**0.5
             sentences.append(f"{power(change.prompts, deviation)}.")
-    distance = [row for row in stage.values(f"eval_{stage.declaration.report.distance}") if row.get("step") != 0]
-    if distance:
-        kl, half = (number(distance[-1], f"eval_{stage.declaration.report.distance}{end}") for end in ("", "_ci95"))
-        text = short(kl or 0.0) if not half else " ± ".join(with_half_width(kl or 0.0, half))
-        enough = "".join(
-            _enough(distance[-1], x.result.metric, kl or 0.0) for x in compared if not x.result.independent
-        )
-        sentences.append(f"It is {text} nats per response away from its reference (KL).{enough}")
+    row, kl, half = _distance(stage)
+    if row is not None:
+        enough = "".join(_enough(row, x.result.metric, kl) for x in compared if not x.result.independent)
+        sentences.append(f"It is {_with_half(kl, half)} nats per response away from its reference (KL).{enough}")
     sentences[:1] = [sentences[0] + _worth(stage, compared)]
     return sentences
 
@@ -227,6 +223,34 @@ def _enough(row: Row, metric: str, kl: float) -> str:
         f" Best-of-n before training needs {more}{short(best_of_n.kl(n))} nats for this score; the gain is "
         f"{at_most}{ratio} of what best-of-n gains at this KL."
     )
+
+
+def _distance(stage: StageRecord) -> tuple[Row | None, float, float]:
+    """The newest evaluation after training with a KL; the KL, nats per response, and half its interval."""
+    name = f"eval_{stage.declaration.report.distance}"
+    rows = [row for row in stage.values(name) if row.get("step") != 0]
+    kl, half = (number(rows[-1], f"{name}{end}") or 0.0 if rows else 0.0 for end in ("", "_ci95"))
+    return rows[-1] if rows else None, kl, half
+
+
+def _with_half(value: float, half: float) -> str:
+    return " ± ".join(with_half_width(value, half)) if half else short(value)
+
+
+def _spent_on_noise(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
+    """A sentence if the policy has moved and has gained nothing, where a gain would have been seen.
+
+    A policy with the KL D, in nats, can raise a normal number, of which the responses to a prompt have the deviation s,
+    by s sqrt(2 D). Two responses to a prompt differ by sqrt(2) s. So N prompts show what D can buy if D >= POWER^2 / N.
+    """
+    row, kl, half = _distance(stage)
+    gains = [change.gain for change in compared if change.gain is not None]
+    prompts = max(change.prompts for change in compared)
+    if row is None or kl - half < POWER**2 / prompts or any(gain.low > 0 or gain.high < 0 for gain in gains):
+        return []
+    names = " or ".join(f"the {change.result.label}" for change in compared)
+    moved = f"the policy moved by {_with_half(kl, half)} nats per response"
+    return [f"The KL was spent on noise: {moved}, and no rise of {names} is shown."]
 
 
 def _length_alone(stage: StageRecord, change: Change) -> list[str]:

@@ -78,6 +78,30 @@ def test_a_reward_model_no_better_than_words_is_said(
     assert "network knows" not in "".join(judge(read_runs([str(out)], DECLARATIONS)[0]).cautions)
 
 
+@pytest.mark.parametrize(
+    ("gains", "kl", "said"),
+    [
+        ((0.0, 0.0), 1.1, "no rise of the judge or the score is shown"),
+        ((0.0, None), 1.1, "no rise of the score is shown"),
+        ((0.0, 0.0), 0.9, ""),  # eight prompts show what 7.85 / 8 = 0.98 nats can buy
+        ((1.0, 0.0), 1.1, ""),  # it was spent on what the judge does not measure, which is said otherwise
+        ((0.0, 1.0), 1.1, ""),
+        ((0.0, -1.0), 1.1, ""),
+    ],
+)
+def test_a_kl_that_bought_nothing_is_said(
+    tmp_path: Path, gains: tuple[float, float | None], kl: float, said: str
+) -> None:
+    out = recorded_runs.run(tmp_path / "run", gains)
+    metrics = out / "step3_ppo/metrics.jsonl"
+    row = json.loads(metrics.read_text(encoding="utf-8").splitlines()[-1])
+    with metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row | {"eval_kl": kl, "eval_kl_ci95": 0.1 * (kl > 1)}) + "\n")
+    cautions = " ".join(judge(read_runs([str(out)], DECLARATIONS)[0]).cautions)
+    assert ("spent on noise" in cautions) == bool(said)
+    assert said in cautions and (not said or "the policy moved by 1.10 ± 0.10 nats per response" in cautions)
+
+
 @pytest.mark.parametrize("follows_length", [True, False])
 def test_a_gain_that_length_explains_is_no_better_policy(tmp_path: Path, follows_length: bool) -> None:
     """Long responses win and short ones lose; or all win alike."""
