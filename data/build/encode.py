@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Literal
 
 from data.config import DataOptions
-from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.records import Phase, Skipped, Unusable
 from rlhf.text.dialogues import Template
 from rlhf.text.messages import unread
@@ -54,8 +53,6 @@ class Preference:
     """how much better the chosen side is: the row's column `margin`"""
     subset: str = ""
     """the group of pairs that it is evaluated with: the row's column `subset`"""
-    ratings: tuple[tuple[str, float, float], ...] = ()
-    """(attribute, of the chosen side, of the rejected side): the row's column `attribute_ratings`"""
     weight: float = 1.0
     """of the pair in the loss: `Row.weight`"""
 
@@ -167,9 +164,8 @@ class RowEncoder:
         margin = float(margin) if isinstance(margin, int | float) else None
         subset = row.columns.get("subset")
         subset = str(subset) if isinstance(subset, str | int) else ""
-        ratings = tuple((name, *map(float, both)) for name, both in (row.columns.get(ATTRIBUTE_RATINGS) or {}).items())
         sides = (*fitted.ids, *chosen), (*fitted.ids, *rejected)
-        return Preference(*sides, len(fitted.ids), margin, subset, ratings, row.weight), cut
+        return Preference(*sides, len(fitted.ids), margin, subset, row.weight), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         for row, ids in zip(rows, self.template.prompt_ids_many(rows), strict=True):

@@ -17,7 +17,7 @@ from data.build.mixture import Origin, origins_of_other_phases
 from data.build.owners import PromptOwners, unusable_reason
 from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
-from data.read.columns import ATTRIBUTE_RATINGS, first_user_text
+from data.read.columns import first_user_text
 from data.read.contract import STORED_AS_TEXT
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
@@ -345,7 +345,7 @@ class RowWriter:
             self._texts = []
 
 
-PAIR_COLUMNS = ("margin", "subset", ATTRIBUTE_RATINGS)
+PAIR_COLUMNS = ("margin", "subset")
 """columns that a pair keeps"""
 
 

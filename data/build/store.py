@@ -1,7 +1,6 @@
 """Items in memory-mapped Arrow files: unpadded ids, in the smallest integer type that holds the vocabulary."""
 
 import gc
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -35,7 +34,6 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
             "rejected": ids,
             "margin": datasets.Value("float32"),
             "subset": datasets.Value("string"),
-            "ratings": datasets.Value("string"),
             "shorter": datasets.Value("int32"),
             "weight": datasets.Value("float32"),
         },
@@ -72,7 +70,6 @@ EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
         "rejected": [],
         "margin": None,
         "subset": "",
-        "ratings": "",
         "length": 0,
         "shorter": 0,
         "weight": 1.0,
@@ -94,7 +91,6 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
         "rejected": item.rejected[start:],
         "margin": item.margin,
         "subset": item.subset,
-        "ratings": json.dumps(item.ratings) if item.ratings else "",
         "length": max(len(item.chosen), len(item.rejected)),
         "shorter": min(len(item.chosen), len(item.rejected)),
         "weight": item.weight,
@@ -110,8 +106,7 @@ def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
         return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
-    ratings = tuple(map(tuple, json.loads(columns["ratings"]))) if columns["ratings"] else ()
-    return Preference(*sides, len(prompt), columns["margin"], columns["subset"], ratings, columns["weight"])
+    return Preference(*sides, len(prompt), columns["margin"], columns["subset"], columns["weight"])
 
 
 class EncodeBatch:

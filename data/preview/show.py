@@ -87,13 +87,9 @@ def item_blocks(tokenizer: PreTrainedTokenizerBase, title: str, item: Item) -> I
             split_segments(tokenizer, ids, ((start, len(ids)),)) for ids in (item.chosen, item.rejected)
         )
         margin = "" if item.margin is None else f", margin {item.margin:g}"
-        ratings = ["".join(f", {name} {both[side]:g}" for name, *both in item.ratings) for side in (0, 1)]
         yield f"{title}: prompt, {start} tokens", [segment for segment in chosen if not segment.learned]
-        yield (
-            f"chosen, {len(item.chosen) - start} tokens{margin}{ratings[0]}",
-            [each for each in chosen if each.learned],
-        )
-        yield f"rejected, {len(item.rejected) - start} tokens{ratings[1]}", [each for each in rejected if each.learned]
+        yield f"chosen, {len(item.chosen) - start} tokens{margin}", [each for each in chosen if each.learned]
+        yield f"rejected, {len(item.rejected) - start} tokens", [each for each in rejected if each.learned]
         return
     spans = item.spans if isinstance(item, Demonstration) else ()
     learned = sum(end - start for start, end in spans)

@@ -7,7 +7,7 @@ parameter `location` of all functions is that `file:line`.
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,6 @@ from rlhf.text.messages import short_json
 from rlhf.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
-ATTRIBUTE_RATINGS = "attribute_ratings"
-"""column of a pair: its ratings by attribute"""
 
 
 def read_value(record: Record, column: str, location: str) -> Any:
@@ -90,27 +88,6 @@ def read_messages(record: Record, column: str, location: str) -> tuple[Message, 
 def select_columns(record: Record, *columns: str) -> dict[str, Any]:
     """Those of `columns` that the record has. They become the row's columns, for reward functions."""
     return {column: record[column] for column in columns if column in record}
-
-
-def read_attribute_ratings(columns: Mapping[str, Any], location: str) -> dict[str, list[float]]:
-    """The column `attribute_ratings` of a pair: attribute -> [of the chosen response, of the rejected one].
-
-    It is empty if there is no such column. Raises: UserError.
-    """
-    ratings = columns.get(ATTRIBUTE_RATINGS)
-    if ratings in (None, ""):
-        return {}
-    if not isinstance(ratings, dict):
-        raise _wrong_type(ratings, ATTRIBUTE_RATINGS, location, 'numbers by attribute, as {"helpfulness": [4, 1]}')
-    read: dict[str, list[float]] = {}
-    for name, both in ratings.items():
-        if both is None:  # tables have every attribute in every row
-            continue
-        column = f"{ATTRIBUTE_RATINGS}.{name}"
-        if not isinstance(both, list | tuple) or len(both) != 2:
-            raise _wrong_type(both, column, location, "two numbers: of the chosen response, of the rejected one")
-        read[name] = [read_number({column: value}, column, location) for value in both]
-    return read
 
 
 def user_prompt(text: str) -> tuple[Message, ...]:

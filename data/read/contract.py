@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any
 
-from data.read.columns import ROLES, read_attribute_ratings, read_number
+from data.read.columns import ROLES, read_number
 from data.read.records import DataSource, Phase, Skipped
 from rlhf import plugins
 from rlhf.errors import UserError
@@ -83,8 +83,6 @@ def _require_columns(row: Row) -> None:
         raise UserError(f"{invalid}; expected text, numbers, lists and mappings with names that are text")
     if row.rejected is not None and row.columns.get("margin") is not None:
         read_number(row.columns, "margin", "columns")
-    if row.rejected is not None:
-        read_attribute_ratings(row.columns, "columns")
 
 
 def _describe_invalid(value: Any, location: str) -> str:

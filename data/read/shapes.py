@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-from data.read.columns import ATTRIBUTE_RATINGS, as_prompt, first_user_text, read_attribute_ratings, read_number
+from data.read.columns import as_prompt, first_user_text, read_number
 from data.read.dialogues import (
     join_prompt,
     read_dialogue,
@@ -35,7 +35,7 @@ LABELS = {"true": True, "1": True, True: True, "false": False, "0": False, False
 PAIR, SINGLE, NO_RESPONSE = 2, 1, 0
 """how many responses a record of a shape has; a ranked list counts as a pair"""
 SIDES = ("chosen", "rejected")
-NAMED = ("margin", "subset", ATTRIBUTE_RATINGS)
+NAMED = ("margin", "subset")
 """columns of a pair with a meaning of their own"""
 
 
@@ -137,7 +137,6 @@ def _read_sides_of_several(
     prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str]
 ) -> Ranked:
     """Several responses on one side, as in best-of-4 files: each chosen response with each rejected one."""
-    _refuse_ratings(extra, location)
     responses: list[tuple[str, float]] = []
     for column, rating in zip(columns, (1.0, 0.0), strict=True):
         values = record[column] if _is_several(record[column]) else [record[column]]
@@ -195,15 +194,12 @@ def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | R
     if vote not in ("a", "b"):
         got = short_json(record["preference"])
         raise UserError(f"{location}: preference: got {got}, expected a, b, tie or an empty text")
-    _refuse_ratings(extra, location)
     columns = ("response_a", "response_b")
     return _read_pair("prompt", record, location, extra, columns if vote == "a" else columns[::-1])
 
 
 def _read_pair_columns(extra: dict[str, Any], location: str) -> dict[str, Any]:
-    """The columns of a pair, with its numbers as numbers. CSV has a margin as text, which is empty if there is none."""
-    if ATTRIBUTE_RATINGS in extra:
-        extra = extra | {ATTRIBUTE_RATINGS: read_attribute_ratings(extra, location)}
+    """The columns of a pair, with the margin as a number. CSV has it as text, which is empty if there is none."""
     margin = extra.get("margin")
     if margin in (None, ""):
         return extra
@@ -259,7 +255,6 @@ def _rank_by_order(
     prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: dict[str, Any]
 ) -> Ranked:
     """The responses in a column, the best one first."""
-    _refuse_ratings(extra, location)
     values = {f"{column}[{i}]": value for i, value in enumerate(record[column])}
     if not values:
         raise Unusable("no response")
@@ -276,15 +271,7 @@ def _read_numbers(record: Record, column: str, location: str, count: int) -> lis
     return [read_number(elements, name, location) for name in elements]
 
 
-def _refuse_ratings(extra: dict[str, Any], location: str) -> None:
-    """Raises: UserError for ratings beside responses that are no pair of columns."""
-    if extra.get(ATTRIBUTE_RATINGS) is not None:
-        got = short_json(extra[ATTRIBUTE_RATINGS])
-        raise UserError(f"{location}: {ATTRIBUTE_RATINGS}: got {got}, expected it only beside chosen and rejected")
-
-
 def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str, Any]) -> Labelled:
-    _refuse_ratings(extra, location)
     row = shape.read(record, location, extra)
     if not isinstance(row, Row) or row.response is None:
         raise UserError(f"{location}: got a label but no single response, expected one response that is good or bad")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from data.read.columns import ATTRIBUTE_RATINGS
 from data.read.paths import HubDataset, RecordReader, TableConfig
 from data.read.records import Phase, Record, Skipped, Unusable, column_names
 from rlhf.errors import UserError
@@ -25,8 +24,6 @@ class Ranked:
     responses: tuple[tuple[str, float], ...]
     group: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
-    attributes: tuple[Mapping[str, float], ...] = ()
-    """the ratings of each response by attribute, if the source has them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
 
     ranking: distinguishes this ranked list from all others of the source; several pairs get it as `Row.ranking`.
     """
-    numbers = sorted(range(len(ranked.responses)), key=lambda i: -ranked.responses[i][1])
-    order = [ranked.responses[i] for i in numbers]
+    order = sorted(ranked.responses, key=lambda response: -response[1])
     if phase == "ppo":
         yield Row(ranked.prompt, None, None, ranked.group, ranked.columns)
     elif not order:
@@ -92,20 +88,12 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
     elif phase == "sft":
         yield Row(ranked.prompt, order[0][0], None, ranked.group, ranked.columns)
     else:
-        candidates = combinations(numbers, 2)
-        pairs = [(i, j) for i, j in candidates if ranked.responses[i][1] > ranked.responses[j][1]]
+        pairs = [(better, worse) for better, worse in combinations(order, 2) if better[1] > worse[1]]
         if not pairs:
             yield Skipped("tie" if len(order) > 1 else "only one response")
-        for i, j in pairs:
-            chosen, rejected = ranked.responses[i][0], ranked.responses[j][0]
-            columns = ranked.columns | (_attribute_ratings(ranked, i, j) if ranked.attributes else {})
-            yield Row(ranked.prompt, chosen, rejected, ranked.group, columns, ranking if len(pairs) > 1 else "")
-
-
-def _attribute_ratings(ranked: Ranked, chosen: int, rejected: int) -> dict[str, Any]:
-    """The column `attribute_ratings` of a pair, with the attributes that both responses have."""
-    first, second = ranked.attributes[chosen], ranked.attributes[rejected]
-    return {ATTRIBUTE_RATINGS: {name: [first[name], second[name]] for name in first if name in second}}
+        own_ranking = ranking if len(pairs) > 1 else ""
+        for (chosen, _), (rejected, _) in pairs:
+            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, own_ranking)
 
 
 def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:

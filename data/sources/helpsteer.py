@@ -1,16 +1,15 @@
 """Responses rated 0 to 4 on five attributes: nvidia/HelpSteer (arXiv 2311.09528), HelpSteer2 (arXiv 2406.08673).
 
 Consecutive rows with the same prompt are its responses, ranked by `attribute`. The best is the demonstration; each pair
-of different rating is a preference, whose column `attribute_ratings` has all five ratings. Splits: train, validation.
+of different rating is a preference. Splits: train, validation.
 The pairs of HelpSteer2, in its directory preference, are read by the source helpsteer2_preference.
 """
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from data.read.columns import as_prompt, first_user_text, merge_turns, read_number
 from data.read.paths import TableConfig, open_path
@@ -22,13 +21,11 @@ from rlhf.types import Message, Row
 HUB_IDS = ("nvidia/HelpSteer", "nvidia/HelpSteer2")
 MARKER = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 
-Attribute = Literal["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
-
 
 class Config(TableConfig):
     """How responses are ranked."""
 
-    attribute: Attribute = "helpfulness"
+    attribute: Literal["helpfulness", "correctness", "coherence", "complexity", "verbosity"] = "helpfulness"
     """the rating that ranks the responses"""
 
 
@@ -36,7 +33,7 @@ def build(config: Config, path: str) -> Table:
     return Table(open_path(path or HUB_IDS[0]), config, partial(parse, attribute=config.attribute), rows_by_prompt)
 
 
-def parse(record: Record, location: str, attribute: Attribute) -> Ranked:
+def parse(record: Record, location: str, attribute: str) -> Ranked:
     """One response with its rating. Raises: UserError, Unusable."""
     if "preference_strength" in record:
         raise UserError(
@@ -44,11 +41,7 @@ def parse(record: Record, location: str, attribute: Attribute) -> Ranked:
         )
     prompt = as_prompt(parse_turns(read_text(record, "prompt", location)))
     response, rating = read_text(record, "response", location), read_number(record, attribute, location)
-    attributes: dict[str, float] = {}
-    for name in get_args(Attribute):
-        with contextlib.suppress(UserError):  # only the rating that ranks is required
-            attributes[name] = read_number(record, name, location)
-    return Ranked(prompt, ((response, rating),), first_user_text(prompt), attributes=(attributes,))
+    return Ranked(prompt, ((response, rating),), first_user_text(prompt))
 
 
 def parse_turns(text: str) -> tuple[Message, ...]:
@@ -69,8 +62,7 @@ def _merge_by_prompt(items: Iterable[Ranked | Skipped]) -> Iterator[Ranked | Ski
         if isinstance(item, Skipped):
             yield item
         elif ranked and ranked.prompt == item.prompt:
-            attributes = ranked.attributes + item.attributes
-            ranked = replace(ranked, responses=ranked.responses + item.responses, attributes=attributes)
+            ranked = replace(ranked, responses=ranked.responses + item.responses)
         else:
             if ranked:
                 yield ranked

@@ -143,18 +143,15 @@ def steps_of(o: dict[str, Any], rows: int, steps: list[Any]) -> int:
     return len(steps) if o["batch_tokens"] else math.ceil(rows / o["batch_size"]) * o["num_train_epochs"]
 
 
-Ratings = tuple[tuple[str, tuple[float, float]], ...]
-Pair = tuple[Ids, Ids, int, float, Ratings]
-"""chosen, rejected, tokens of the prompt, margin, ratings"""
+Pair = tuple[Ids, Ids, int, float]
+"""chosen, rejected, tokens of the prompt, margin"""
 
 
 def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
     """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2, and more terms."""
-    margins = {(chosen, rejected): margin for chosen, rejected, _, margin, _ in train}
-    prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _, _ in train}
-    sizes = {
-        (c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _, _ in train
-    }
+    margins = {(chosen, rejected): margin for chosen, rejected, _, margin in train}
+    prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _ in train}
+    sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
     total = steps_of(o, len(train), steps)

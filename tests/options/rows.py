@@ -34,8 +34,6 @@ class Row:
     chosen: Ids
     rejected: Ids
     margin: float | None
-    ratings: tuple[tuple[str, tuple[float, float]], ...] = ()
-    """(attribute, ratings of both sides)"""
 
     def prompt(self, turns: Sequence[Ids] | None = None) -> Ids:
         """BOS, each turn after the name of who speaks, and the assistant's name."""
@@ -54,8 +52,7 @@ def row_of(row: dict[str, Any]) -> Row:
     texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
     sides = (row.get("chosen", row.get("response", "")), row.get("rejected", ""))
     chosen, rejected = ((*ids_of(side), tiny.EOS) for side in sides)
-    ratings = tuple((name, tuple(both)) for name, both in row.get("attribute_ratings", {}).items())
-    return Row(tuple(map(ids_of, texts)), texts[0], chosen, rejected, row.get("margin"), ratings)
+    return Row(tuple(map(ids_of, texts)), texts[0], chosen, rejected, row.get("margin"))
 
 
 def divided(rows: Sequence[Row], o: dict[str, Any], phase: str) -> tuple[list[Row], list[Row]]:
@@ -99,15 +96,13 @@ def fitted_in_phase(row: Row, o: dict[str, Any], phase: str) -> tuple[Ids | None
 
 
 def items(rows: Sequence[Row], o: dict[str, Any], phase: str) -> list[tuple[Any, ...]]:
-    """What a phase makes of rows, those that are too long left out: (ids,), (chosen, rejected, prompt length, margin,
-    ratings) or (prompt,)."""
+    """What a phase makes of rows, those that are too long left out: (ids,), (chosen, rejected, prompt length, margin)
+    or (prompt,)."""
     result: list[tuple[Any, ...]] = []
     for row in rows:
         prompt, responses = fitted_in_phase(row, o, phase)
         if prompt is None:
             continue
         sides = [(*prompt, *response) for response in responses]
-        result.append(
-            {"sft": (*sides,), "reward": (*sides, len(prompt), row.margin, row.ratings), "ppo": (prompt,)}[phase]
-        )
+        result.append({"sft": (*sides,), "reward": (*sides, len(prompt), row.margin), "ppo": (prompt,)}[phase])
     return result

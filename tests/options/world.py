@@ -89,8 +89,7 @@ def write_rows(folder: Path) -> None:
             turns += [{"role": "assistant", "content": words(1, 3)}, {"role": "user", "content": words(1, 3)}]
         pair = {"prompt": turns, "chosen": words(2, 5), "rejected": words(3, 7)}
         pair |= {"margin": round(draw.uniform(0.1, 2), 2)}
-        ratings = {"kind": [i % 5, i % 3], "long": [7 + i % 4, 30]}
-        pairs.append(pair | ({"attribute_ratings": ratings} if i % 4 else {}))
+        pairs.append(pair)
     same_words = [{"prompt": f"w{i} w{i} w{i} {words(1, 3)}", "response": words(2, 5)} for i in range(12)]
     texts = [{"text": words(8, 14)} for _ in range(40)]
     for name, rows in {"pairs": pairs, "other": same_words, "texts": texts}.items():

@@ -99,20 +99,14 @@ def shown(run: Any, path: str, words: str, phase: str, *more: str) -> str:
 
 
 def test_rows_as_the_model_sees_them(run: Any, tmp_path: Path, words: str) -> None:
-    row = {
-        "prompt": "w1 w2",
-        "chosen": "w3 </s> w4",
-        "rejected": "w5",
-        "margin": 1.5,
-        "attribute_ratings": {"kind": [4, 0]},
-    }
+    row = {"prompt": "w1 w2", "chosen": "w3 </s> w4", "rejected": "w5", "margin": 1.5}
     path = write(tmp_path / "x.jsonl", row)
     # the </s> that a response spells out is two unknown words, and no end
     assert "sft row 1: 8 tokens, 5 learned\n<s> w1 w2⟦ w3 <unk> <unk> w4 </s>⟧\n" in shown(run, path, words, "sft")
     printed = shown(run, path, words, "reward")
     assert "reward row 1: prompt, 3 tokens\n<s> w1 w2\n" in printed
-    assert "chosen, 5 tokens, margin 1.5, kind 4\n⟦ w3 <unk> <unk> w4 </s>⟧\n" in printed
-    assert "rejected, 2 tokens, kind 0\n⟦ w5 </s>⟧\n" in printed
+    assert "chosen, 5 tokens, margin 1.5\n⟦ w3 <unk> <unk> w4 </s>⟧\n" in printed
+    assert "rejected, 2 tokens\n⟦ w5 </s>⟧\n" in printed
     assert "ppo row 1: 3 tokens, 0 learned\n<s> w1 w2\n" in shown(run, path, words, "ppo")
 
 

@@ -55,7 +55,6 @@ ASK = 'Row((Message("user", "w5"),), "w6", "w7"'
 TYPES = "expected text, numbers, lists and mappings with names that are text"
 ROLES = "expected system, user, assistant or tool"
 HALF = "got half a surrogate pair at character"
-RATINGS = 'expected numbers by attribute, as {"helpfulness": [4, 1]}'
 BROKEN = (
     ('yield {"prompt": "x"}', 'got {"prompt": "x"}, expected rlhf.types.Row'),
     ("yield", "got null, expected rlhf.types.Row"),
@@ -75,7 +74,6 @@ BROKEN = (
     (f'yield {ASK}, columns={{"a": {{3: 4}}}})', f"columns.a: got the name 3; {TYPES}"),
     (f'a = {{}}; a["a"] = a; yield {ASK}, columns=a)', f"columns: nested too deeply; {TYPES}"),
     (f'yield {ASK}, columns={{"margin": float("nan")}})', "columns: margin: got NaN, expected a number"),
-    (f'yield {ASK}, columns={{"attribute_ratings": 3}})', f"columns: attribute_ratings: got 3, {RATINGS}"),
     ("yield Skipped(3)", "reason: got 3, expected text"),
 )  # fmt: skip
 

@@ -60,10 +60,6 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"prompt": "q", "chosen": [ONE, MORE[2], ONE], "rejected": [ONE, MORE[2], TWO]},
         Row(LONG, "good", "bad", "q"),
     ),
-    "ratings of a table, which has every attribute in every row": (
-        {"prompt": "q", "chosen": "good", "rejected": "bad", "attribute_ratings": {"kind": [4, 1], "long": None}},
-        Row(Q, "good", "bad", "q", {"attribute_ratings": {"kind": [4, 1]}}),
-    ),
     "several responses on one side": (
         {"prompt": "q", "chosen": ["good"], "rejected": ["bad", [TWO], "worse"], "subset": "x", "id": 7},
         Ranked(Q, (("good", 1.0), ("bad", 0.0), ("bad", 0.0), ("worse", 0.0)), "q", {"subset": "x", "id": 7}),
@@ -312,16 +308,6 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
     ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
-    ({**PAIR, "attribute_ratings": [1, 2]}, 'attribute_ratings: got [1, 2], expected numbers by attribute'),
-    ({**PAIR, "attribute_ratings": {"a": 1}}, "attribute_ratings.a: got 1, expected two numbers: of the chosen"),
-    ({**PAIR, "attribute_ratings": {"a": [1, "2"]}}, 'attribute_ratings.a: got "2", expected a number'),
-    ({"prompt": "q", "responses": ["x", "y"], "attribute_ratings": {"a": [1, 2]}}, "expected it only beside chosen"),
-    ({"prompt": "q", "response": "x", "label": True, "attribute_ratings": {"a": 1}}, "expected it only beside chosen"),
-    ({"prompt": "q", "chosen": ["x"], "rejected": "y", "attribute_ratings": {"a": [1, 2]}}, "it only beside chosen"),
-    (
-        {"prompt": "q", "response_a": "x", "response_b": "y", "preference": "b", "attribute_ratings": {"a": [1, 2]}},
-        "it only beside chosen",
-    ),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),
     ({"prompt": "q", "response_a": "x", "response_b": None, "preference": "a"}, "response_b: got null, expected text"),

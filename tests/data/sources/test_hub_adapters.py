@@ -156,15 +156,6 @@ def test_helpsteer_gathers_consecutive_responses(tmp_path: Path) -> None:
     assert result[:2] == [("a", "b"), ("a", "c")]
 
 
-def test_helpsteer_keeps_the_ratings_of_both_sides(tmp_path: Path) -> None:
-    rated = {"helpfulness": 3, "verbosity": 1}, {"helpfulness": 4, "verbosity": 0, "coherence": 2}
-    records = [{"prompt": "q", "response": text, **ratings} for text, ratings in zip("ab", rated, strict=True)]
-    (row,) = rows(tmp_path, "helpsteer", "reward", *records)
-    assert isinstance(row, Row)
-    assert (row.response, row.rejected) == ("b", "a")
-    assert row.columns == {"attribute_ratings": {"helpfulness": [4, 3], "verbosity": [0, 1]}}
-
-
 def test_helpsteer_goes_on_after_a_bad_row(tmp_path: Path) -> None:
     records = [{"prompt": "p", "response": r, "helpfulness": h} for r, h in (("a", 1), ("b", None), ("c", 3))]
     result = pairs(rows(tmp_path, "helpsteer", "reward", *records))
