@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
-from data.read.json_rows import parse_record, read_array
+from data.read.json_rows import parse_array, parse_record
 from data.read.records import Record, Skipped, column_names
 from data.read.remote import DataFile, RemoteFile
 from rlhf.errors import UserError
@@ -102,10 +102,10 @@ def _refuse_signature(path: DataFile, head: bytes) -> None:
 def _read_json(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     """One row per line, or one array."""
     head = cast(io.BufferedReader, file).peek(1 << 16).lstrip()
-    if not head.startswith(b"["):
+    if head.startswith(b"["):
+        yield from parse_array(_decode(path, 1, file.read()), path)
+    else:
         yield from _read_json_lines(path, file)
-        return
-    yield from read_array(path, file)
 
 
 def _read_json_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
@@ -213,11 +213,20 @@ def _read_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
 
 
 def _decode_document(path: DataFile, number: int, content: bytes) -> tuple[str, Record | Skipped]:
+    location = f"{path}:{number}"
     try:
-        return f"{path}:{number}", {"text": content.decode().replace("\r\n", "\n").rstrip("\n")}
+        return location, {"text": _decode(path, number, content).replace("\r\n", "\n").rstrip("\n")}
+    except UserError as error:
+        return location, Skipped(str(error), bad=True)
+
+
+def _decode(path: DataFile, number: int, content: bytes) -> str:
+    """The text of several lines, the first of which has this number. Raises: UserError if it is not UTF-8."""
+    try:
+        return content.decode()
     except UnicodeDecodeError as error:
         location = f"{path}:{number + content.count(bytes([10]), 0, error.start)}"
-        return location, Skipped(_not_utf8(location, error, content.rfind(b"\n", 0, error.start) + 1), bad=True)
+        raise UserError(_not_utf8(location, error, content.rfind(b"\n", 0, error.start) + 1)) from None
 
 
 def _read_parquet(path: DataFile, file: IO[bytes]) -> LocatedRecords:

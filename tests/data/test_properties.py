@@ -11,11 +11,9 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
-import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data.read import json_rows
 from data.read.formats import read_records
 from data.read.records import Phase, Skipped, Unusable
 from data.read.shapes import SHAPES
@@ -206,29 +204,3 @@ def test_a_damaged_file_is_read_or_refused(
     if name == "x.jsonl":
         assert len(read) == sum(not line.isspace() for line in io.BytesIO(content))
     check([one for one in read if isinstance(one, Skipped)], sum(isinstance(one, Skipped) for one in read))
-
-
-@MANY
-@given(
-    content=st.binary(max_size=60), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.txt", "x.parquet", "x.gz"])
-)
-def test_any_bytes_are_read_or_refused(tmp_path: Path, content: bytes, name: str) -> None:
-    name = "x.jsonl.gz" if name == "x.gz" else name
-    (tmp_path / name).write_bytes(content)
-    try:
-        list(read_records(tmp_path / name))
-    except UserError as error:
-        assert "\n" not in str(error)
-
-
-@MANY
-@given(values=st.lists(ANYTHING, max_size=6), piece=st.integers(1, 40), indent=st.sampled_from([None, 0, 2]))
-def test_an_array_is_the_same_in_pieces_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any], piece: int, indent: int | None
-) -> None:
-    file = write(tmp_path, "x.json", json.dumps(values, indent=indent, ensure_ascii=False).encode(errors="replace"))
-    with monkeypatch.context() as patch:
-        whole = list(read_records(file))
-        patch.setattr(json_rows, "CHUNK_BYTES", piece)
-        assert list(read_records(file)) == whole
-    assert len(whole) == len(values)

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.read import formats, json_rows
+from data.read import formats
 from data.read.formats import SUFFIXES, read_records, suffix
 from data.read.paths import TableConfig, open_path
 from data.read.records import Skipped
@@ -122,21 +122,6 @@ def test_a_line_of_ten_megabytes(tmp_path: Path, name: str) -> None:
     else:
         write(tmp_path / name, [{"text": long}])
     assert [record for _, record in read_records(tmp_path / name)] == [{"text": long}]
-
-
-@pytest.mark.parametrize("piece", [1, 2, 3, 7, 50])
-def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(json_rows, "CHUNK_BYTES", piece)
-    rows = [*ROWS, {"n": -1.5e-3, "list": [None, True, {"deep": [[]]}], "empty": {}}]
-    for name in ("array.json", "pretty.json"):
-        assert [record for _, record in read_records(write(tmp_path / name, rows))] == rows
-
-
-def test_an_array_larger_than_a_piece(tmp_path: Path) -> None:
-    rows = [{"n": i, "text": "é" * 1000} for i in range(1500)]
-    result = list(read_records(write(tmp_path / "array.json", rows)))
-    assert [record for _, record in result] == rows
-    assert result[-1][0].endswith(":1500: row 1500")
 
 
 def test_parquet_with_large_rows_is_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
