@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 from data.read.json_rows import parse_array, parse_record
 from data.read.records import Record, Skipped, column_names
-from data.read.remote import DataFile, RemoteFile
+from data.read.remote import DataFile, RemoteFile, refuse_failures
 from rlhf.errors import UserError
 
 LocatedRecords = Iterator[tuple[str, Record | Skipped]]
@@ -61,18 +61,18 @@ def read_records(path: DataFile, lines: bool = False) -> LocatedRecords:
 @contextmanager
 def _open_file(path: DataFile) -> Iterator[IO[bytes]]:
     """The bytes of a file, decompressed, without a byte order mark."""
-    try:
-        with _decompressed(path) as file:
-            head = file.peek(64)[:64]
-            _refuse_signature(path, head)
-            if head.startswith(codecs.BOM_UTF8):
-                file.read(len(codecs.BOM_UTF8))
-            yield file
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        cure = "take .gz off its name" if str(error).startswith("Not a gzipped file") else "fetch or compress it again"
-        raise UserError(f"{path}: not a whole gzip file ({error}); {cure}") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with refuse_failures(path):
+        try:
+            with _decompressed(path) as file:
+                head = file.peek(64)[:64]
+                _refuse_signature(path, head)
+                if head.startswith(codecs.BOM_UTF8):
+                    file.read(len(codecs.BOM_UTF8))
+                yield file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            other = str(error).startswith("Not a gzipped file")
+            cure = "take .gz off its name" if other else "fetch or compress it again"
+            raise UserError(f"{path}: not a whole gzip file ({error}); {cure}") from None
 
 
 def _decompressed(path: DataFile) -> io.BufferedReader:

@@ -18,11 +18,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from data.read.directory import TRAIN, Splits, splits_of, subdirectory
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
 from data.read.records import Skipped
-from data.read.remote import METADATA_FILES, DataFile, RemoteFile, find_files, is_remote
+from data.read.remote import DataFile, RemoteFile, find_files, is_remote, refuse_failures
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import require_hub
 
+METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""files that `datasets` writes beside the data"""
 FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
 HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
@@ -75,7 +77,7 @@ def is_hub_id(path: str) -> bool:
 def open_path(path: str) -> RecordReader:
     """The reader for a path. Raises: UserError if the path is empty or does not exist, or a store fails."""
     if is_remote(path):
-        return DataFiles(path, tuple(find_files(path, lambda file: suffix(file) in SUFFIXES)))
+        return DataFiles(path, tuple(_remote_files(path)))
     if not path:
         raise UserError(f"got no path, expected a file ({FILE_TYPES}), a directory, or OWNER/NAME on the hub")
     match = HUB_ID.fullmatch(path)
@@ -88,6 +90,14 @@ def open_path(path: str) -> RecordReader:
         data_files(path)
         return DataDirectory(path, folder)
     return DataFiles(path, tuple(data_files(path)))
+
+
+def _remote_files(url: str) -> list[RemoteFile]:
+    files = [file for file in find_files(url) if suffix(file) in SUFFIXES]
+    if not files:
+        cure = f"for the files of a directory write a pattern, such as {url.rstrip('/')}/*.jsonl"
+        raise UserError(f"{url}: no such data file, expected {FILE_TYPES}; {cure}")
+    return files
 
 
 def data_files(path: str) -> list[Path]:
@@ -159,7 +169,7 @@ def _digest(options: object, files: Iterable[DataFile]) -> str:
 
 
 def _file_digest(path: Path) -> bytes:
-    with _reading(str(path), OSError), path.open("rb") as file:
+    with refuse_failures(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 

@@ -279,7 +279,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
         "data/read/test_shapes.py::test_mistaken_records",
     ),
     118: (
-        "data/read/test_remote.py::test_a_failed_request_is_repeated",
+        "data/read/test_remote.py::test_a_failed_request_is_one_line",
         "data/read/test_remote.py::test_what_is_not_there_is_one_line",
     ),
     119: ("rlhf/test_plugins.py::test_a_file_that_cannot_be_imported_is_one_line",),
