@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from importlib.metadata import version
@@ -100,10 +100,25 @@ def second_start(path: str, tokenizer: str, workers: int, cache: str) -> dict[st
     }
 
 
+def padding_share(tokens: np.ndarray, batches: Iterable[Sequence[int]], pass_rows: int) -> float:
+    """The share of padding if a batch is computed in passes of `pass_rows` rows of similar length. tokens: [N, k]
+
+    The k sides of the rows go into k passes, the longest ones into the first.
+    """
+    real = computed = 0
+    for batch in batches:
+        rows = tokens[batch]
+        rows = rows[np.argsort(-rows.max(1), kind="stable")]
+        real += int(rows.sum())
+        for pass_tokens in np.split(rows, range(pass_rows, len(rows), pass_rows)):
+            passes = np.array_split(np.sort(pass_tokens, axis=None)[::-1], pass_tokens.shape[1])
+            computed += sum(int(sides.max()) * sides.size for sides in passes)
+    return 1 - real / computed
+
+
 def padding_shares(tokens: np.ndarray) -> dict[str, float]:
     """The share of padding at batch 16 in micro-batches of 8, by length and in random order. tokens [N, k]"""
     from data.batches import Batches
-    from data.preview.show import padding_share
 
     return {
         "rows": len(tokens),

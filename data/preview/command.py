@@ -33,8 +33,6 @@ class PreviewConfig(DataOptions):
     objective: Literal["response", "text"] = "response"
     """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text,
     in which a token attends to the texts before its own too"""
-    html: str | None = None
-    """file to write a page with the same to, for a browser"""
     output: str | None = None
     """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 
@@ -77,7 +75,7 @@ def preview(options: PreviewConfig) -> list[str]:
     Raises: UserError if there is no such tokenizer, or `output` cannot be written.
     """
     from data.dataset import Recipe
-    from data.preview import page, show
+    from data.preview import show
     from rlhf.hub.short_names import resolve
     from rlhf.storage.manifests import resolve_model_path
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -91,7 +89,6 @@ def preview(options: PreviewConfig) -> list[str]:
     }
     screen = show.Screen(show.make_console(sys.stdout), tokenizer)
     errors = []
-    phases = []
     for phase in dict.fromkeys(options.phases):
         recipe = recipes[phase]
         datasets, error = _open(options, recipe, tokenizer)
@@ -103,16 +100,9 @@ def preview(options: PreviewConfig) -> list[str]:
         if error:
             shown = "" if datasets is None else f"; above are all rows that {phase} can use"
             errors.append(error + shown + (f"; {measured[1]}" if measured is not None else ""))
-        if datasets is None:
-            continue
-        if options.html is not None:
-            phases.append(page.describe_phase(datasets, recipe, tokenizer, options.rows))
-        if options.output is not None:
+        if datasets is not None and options.output is not None:
             show.export(datasets, options.output)
-    different_errors = list(dict.fromkeys(errors))
-    if options.html is not None:
-        page.write(options.html, options.model, phases, different_errors)
-    return different_errors
+    return list(dict.fromkeys(errors))
 
 
 def _open(options: PreviewConfig, recipe: Any, tokenizer: Any) -> tuple[Any, str]:

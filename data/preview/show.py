@@ -12,20 +12,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches
 from data.build.cache import REPORT
 from data.build.encode import Demonstration, Item, Preference, Spans
 from data.build.pipeline import Recipe
 from data.build.report import count_outcomes
 from data.dataset import PhaseData, PromptDataset
-from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.maths.intervals import power
 from rlhf.storage.disk import atomic_directory, write_json
 from rlhf.text.dialogues import Template
 
-BATCHES: dict[Phase, tuple[int, int]] = {"sft": (16, 8), "reward": (16, 8), "ppo": (64, 64)}
-"""(rows of a batch, rows that are padded together), the defaults of each stage"""
 PERCENTILES = (5, 50, 95, 100)
 MAX_SHOWN = 1000
 """characters of a segment that are shown"""
@@ -127,10 +123,10 @@ class Screen:
             for block_title, segments in item_blocks(self._tokenizer, title, item):
                 self._print(f"\n{block_title}", TITLE)
                 self._print(self._style(segments))
-        for table in tables(opened, recipe):
+        for table in (_length_table(lengths(train, recipe)), _outcome_table(opened), _source_table(opened)):
             self._print("")
             self._console.print(table)
-        self._print(f"\n{describe_batches(train)}\n")
+        self._print("")
 
     def show_lengths(self, measured: dict[str, np.ndarray], proposal: str) -> None:
         """Print the lengths of all rows as they are without limits, and which limits hold them."""
@@ -151,11 +147,6 @@ class Screen:
                 )
             styled.append(closing)
         return styled
-
-
-def tables(opened: PhaseData, recipe: Recipe) -> tuple[Table, ...]:
-    """Lengths, outcomes of all rows, data paths."""
-    return _length_table(lengths(opened.train, recipe)), _outcome_table(opened), _source_table(opened)
 
 
 def _table(*columns: str) -> Table:
@@ -216,35 +207,6 @@ def _source_table(opened: PhaseData) -> Table:
         name = Text(escape_control(source["data_path"]))
         table.add_row(name, f"{source['rows']:,}", f"{count:,}", row_share, f"{size:,}", token_share)
     return table
-
-
-def describe_batches(train: PromptDataset) -> str:
-    """The steps of an epoch, and the share of padding."""
-    batch_size, pass_rows = BATCHES[train.phase]
-    if train.batch_elements < batch_size:
-        return f"batches of {batch_size}: none, there are too few rows"
-    by_length = train.phase != "ppo"  # prompts are not sorted by length
-    rows = train.row_lengths if by_length else len(train)
-    batches = Batches(rows, batch_size, elements=train.elements, drop_last=train.phase == "ppo")
-    share = padding_share(train.row_lengths, batches, pass_rows)
-    steps = f"{batches.steps(1):,} {'iterations' if train.phase == 'ppo' else 'optimizer steps'} an epoch"
-    return f"batches of {batch_size}: {steps}, {share:.1%} padding at {pass_rows} rows in one pass"
-
-
-def padding_share(tokens: np.ndarray, batches: Iterable[Sequence[int]], pass_rows: int) -> float:
-    """The share of padding if a batch is computed in passes of `pass_rows` rows of similar length. tokens: [N, k]
-
-    The k sides of the rows go into k passes, the longest ones into the first.
-    """
-    real = computed = 0
-    for batch in batches:
-        rows = tokens[batch]
-        rows = rows[np.argsort(-rows.max(1), kind="stable")]
-        real += int(rows.sum())
-        for pass_tokens in np.split(rows, range(pass_rows, len(rows), pass_rows)):
-            passes = np.array_split(np.sort(pass_tokens, axis=None)[::-1], pass_tokens.shape[1])
-            computed += sum(int(sides.max()) * sides.size for sides in passes)
-    return 1 - real / computed
 
 
 def export(opened: PhaseData, output: str) -> None:

@@ -92,12 +92,12 @@ def refuse_failures(name: object) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, *_request_errors()) as error:
+    except _request_errors() as error:
         missing = isinstance(error, FileNotFoundError) and not error.strerror  # a store says only the name
         reason = "no such file" if missing else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise UserError(f"{name}: cannot be read: {reason or type(error).__name__}") from None
 
 
-def _request_errors() -> Iterator[type[Exception]]:
-    errors = (getattr(sys.modules.get(module), name, None) for module, name in STORE_ERRORS)
-    return (error for error in errors if error is not None)
+def _request_errors() -> tuple[type[Exception], ...]:
+    store_errors = (getattr(sys.modules.get(module), name, None) for module, name in STORE_ERRORS)
+    return (OSError, *(error for error in store_errors if error is not None))

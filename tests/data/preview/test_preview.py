@@ -1,6 +1,5 @@
 """What the preview prints is what the stages train on, and every row that was read is in its account."""
 
-import html
 import io
 import json
 import re
@@ -9,24 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet
 import pytest
-import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data.batches import Batches, padding_share, pair_batch, sft_batch
 from data.build.encode import Demonstration, Preference
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview import command, show
 from rlhf import console, errors
-from rlhf.models.scalar import score_separately
 from rlhf.shipped import ROOT
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
-from rlhf.types import Pairs, length_groups
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
@@ -131,13 +125,12 @@ def test_every_row_that_was_read_is_in_the_account(
     assert numbers(printed, "x.jsonl")[:3] == ["15", "10", "100.0%"]
 
 
-def test_lengths_and_steps(run: Any, tmp_path: Path, words: str) -> None:
+def test_lengths(run: Any, tmp_path: Path, words: str) -> None:
     """100 rows whose prompts have 1 to 100 words and <s>, and whose responses have one word and </s>."""
     rows = [{"prompt": " ".join(f"w{i}" for i in range(n)), "response": "w1"} for n in range(1, 101)]
     printed = shown(run, write(tmp_path / "x.jsonl", *rows), words, "sft")
     assert numbers(printed, "prompt") == ["6", "51", "96", "101"]
     assert numbers(printed, "whole") == ["8", "53", "98", "103"]
-    assert "batches of 16: 7 optimizer steps an epoch" in printed
 
 
 @pytest.mark.parametrize(
@@ -220,8 +213,6 @@ def test_it_starts_without_torch_and_agrees_with_the_stages() -> None:
         names = (set(type(ours).model_fields) & set(type(stage).model_fields)) - {"model", "objective"}
         assert {name: getattr(ours, name) for name in names} == {name: getattr(stage, name) for name in names}
     assert (ours.model, ours.objective) == (stages[0].model, stages[0].objective)  # of fine-tuning
-    together = (stages[0].micro_batch_size, stages[1].micro_batch_size, stages[2].rollout_batch_size)
-    assert tuple(show.BATCHES.values()) == tuple(zip((stage.batch_size for stage in stages), together, strict=True))
 
 
 # --- text on a terminal
@@ -276,34 +267,6 @@ def test_stretches_join_to_the_whole_text(letters: str) -> None:
 # --- numbers
 
 
-def test_padding_by_hand() -> None:
-    lengths = np.array([[3], [1], [2], [2]])
-    assert show.padding_share(lengths, [[0, 1, 2, 3]], 2) == pytest.approx(1 - 8 / (3 * 2 + 2 * 2))
-    assert show.padding_share(np.array([[3, 1], [2, 4]]), [[0, 1]], 2) == pytest.approx(1 - 10 / (2 * 4 + 2 * 2))
-
-
-def rows_of(pairs: Pairs) -> Any:
-    return score_separately(lambda rows: torch.zeros(rows.ids.shape), pairs).rows
-
-
-def test_padding_is_that_of_the_tensors() -> None:
-    random = np.random.default_rng(0)
-    sizes = random.integers(2, 30, size=(64, 2))
-    batches = list(Batches(sizes.max(1), 16))
-    texts = [Demonstration((1,) * size, ((1, size),)) for size in sizes[:, 0].tolist()]
-    pairs = [Preference((1,) * one, (1,) * other, 1) for one, other in sizes.tolist()]
-    for tokens, items, collate in ((sizes[:, :1], texts, sft_batch), (sizes, pairs, pair_batch)):
-        micros = []
-        for rows in batches:
-            batch: Any = collate([items[i] for i in rows], 0)  # type: ignore[misc]
-            groups = [
-                batch[group].trimmed() if collate is sft_batch else batch[group]
-                for group in length_groups(batch.lengths, 8)
-            ]
-            micros += [part for micro in groups for part in (rows_of(micro) if collate is pair_batch else [micro])]
-        assert show.padding_share(tokens, batches, 8) == pytest.approx(padding_share(micros))
-
-
 @pytest.mark.parametrize(("loss_on", "spans"), [("last", ((8, 10),)), ("every", ((4, 5), (8, 10)))])
 def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, loss_on: Any, spans: Any) -> None:
     roles = ("user", "assistant", "user", "assistant")
@@ -345,25 +308,6 @@ def test_export_writes_the_opened_data(run: Any, tmp_path: Path, words: str) -> 
     for phase, own in {"sft": ("spans", "weight"), "ppo": ("row",)}.items():
         columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
         assert columns == ["ids", *own, "length", "prompt_cut", "response_cut", "prompt_digest"]
-
-
-def test_the_page_has_what_the_terminal_has(run: Any, tmp_path: Path, letters: str) -> None:
-    """Rows, marks of the learned tokens, drops by reason; the texts of strangers are shown, not run."""
-    script = "</div></script><script>alert(1)</script>"
-    path = write(
-        tmp_path / "x.jsonl",
-        {"prompt": "a & b", "chosen": script, "rejected": "c"},
-        *({"prompt": f"p{i}", "chosen": "same", "rejected": "same"} for i in range(3)),
-    )
-    page = tmp_path / "page.html"
-    printed = shown(run, path, letters, "reward", "--max-dropped", "1", "--html", str(page))
-    text = page.read_text(encoding="utf-8")
-    assert text.count("<script>") == 1 and html.escape(script) in text and "a &amp; b" in text
-    assert f"<mark>{html.escape(script)}" in text and f'<mark class="special">{html.escape(EOS)}</mark>' in text
-    assert re.search(r"<th scope=\"row\">equal sides</th><td class=\"number\">3</td>", text)
-    assert numbers(printed, "equal sides")[0] == "3"
-    code, _, message = run("--data-path", path, "--model", letters, "--max-dropped", "1", "--html", str(tmp_path))
-    assert code == 2 and f"error: --html {tmp_path}: cannot be written" in message
 
 
 def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) -> None:

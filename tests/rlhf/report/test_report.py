@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from data.preview.command import PreviewConfig
 from rlhf.chain import report
 from rlhf.chain.stages import STAGES
 from rlhf.chain.verify import VerifyConfig
@@ -343,9 +342,9 @@ def test_the_commands_of_the_page_are_accepted() -> None:
     commands = [
         line.split() for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
     ]
-    assert len(commands) == 5
+    assert len(commands) == 4
     for _, verb, *options in commands:
-        config = {"report": report.ReportConfig, "verify": VerifyConfig, "preview": PreviewConfig}[verb]
+        config = {"report": report.ReportConfig, "verify": VerifyConfig}[verb]
         parser.parse(config, options, verb, "")
 
 
