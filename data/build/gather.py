@@ -1,6 +1,9 @@
 """Reading the rows of a phase: each row is assigned to a share, counted, and written to a file for the tokenizer."""
 
+import datetime
+import decimal
 import json
+import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +21,6 @@ from data.build.owners import PromptOwners, unusable_reason
 from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
 from data.read.columns import first_user_text
-from data.read.contract import STORED_AS_TEXT
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
@@ -345,6 +347,7 @@ class RowWriter:
             self._texts = []
 
 
+STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 PAIR_COLUMNS = ("margin", "subset")
 """columns that a pair keeps"""
 
@@ -372,7 +375,8 @@ def row_to_json(row: Row, phase: Phase) -> str:
     try:
         return JSON_ENCODER.encode([prompt, row.response, row.rejected, group, columns, *([more] if more else [])])
     except (TypeError, ValueError) as error:
-        raise UserError(f"columns {', '.join(columns)}: {error}; expected text, numbers, lists and mappings") from None
+        where = f"{row.location}: columns {', '.join(columns)}"
+        raise UserError(f"{where}: {error}; expected text, numbers, lists and mappings") from None
 
 
 def _encode_column(value: Any) -> Any:

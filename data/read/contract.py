@@ -1,13 +1,8 @@
 """Checks of what a source yields. The sources in data/sources build rows from checked records; the rows of a user's
 own source are checked here."""
 
-import datetime
-import decimal
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from types import NoneType
-from typing import Any
 
 from data.read.columns import ROLES, read_number
 from data.read.records import DataSource, Phase, Skipped
@@ -15,10 +10,6 @@ from rlhf import plugins
 from rlhf.errors import UserError
 from rlhf.text.messages import require_text, short_json
 from rlhf.types import Message, Row
-
-STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
-COLUMN_TYPES = (str, int, float, *STORED_AS_TEXT, bytes, NoneType)
-"""what a column may hold, besides lists and mappings of these types"""
 
 
 def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[Row | Skipped]:
@@ -59,7 +50,10 @@ def require_row(row: object) -> None:
             require_text(text, name)
     require_text(row.group, "group")
     require_text(row.ranking, "ranking")
-    _require_columns(row)
+    if not isinstance(row.columns, dict):
+        raise UserError(f"columns: got {_describe(row.columns)}, expected a dict")
+    if row.rejected is not None and row.columns.get("margin") is not None:
+        read_number(row.columns, "margin", "columns")
 
 
 def _require_message(message: object, location: str) -> None:
@@ -70,31 +64,6 @@ def _require_message(message: object, location: str) -> None:
             f"{location}: got the role {short_json(message.role)}, expected system, user, assistant or tool"
         )
     require_text(message.content, f"{location}.content")
-
-
-def _require_columns(row: Row) -> None:
-    if not isinstance(row.columns, dict):
-        raise UserError(f"columns: got {_describe(row.columns)}, expected a dict")
-    try:
-        invalid = _describe_invalid(row.columns, "columns")
-    except RecursionError:
-        invalid = "columns: nested too deeply"
-    if invalid:
-        raise UserError(f"{invalid}; expected text, numbers, lists and mappings with names that are text")
-    if row.rejected is not None and row.columns.get("margin") is not None:
-        read_number(row.columns, "margin", "columns")
-
-
-def _describe_invalid(value: Any, location: str) -> str:
-    """The first part of `value` that JSON cannot hold, or an empty string."""
-    if isinstance(value, dict):
-        keys = [key for key in value if not isinstance(key, str)]
-        if keys:
-            return f"{location}: got the name {_describe(keys[0])}"
-        return next(filter(None, (_describe_invalid(item, f"{location}.{key}") for key, item in value.items())), "")
-    if isinstance(value, list | tuple):
-        return next(filter(None, (_describe_invalid(item, f"{location}[{i}]") for i, item in enumerate(value))), "")
-    return "" if isinstance(value, COLUMN_TYPES) else f"{location}: got {_describe(value)}"
 
 
 def _describe(value: object) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from data.read.json_rows import parse_array, parse_record
 from data.read.records import Record, Skipped, column_names
@@ -23,9 +23,8 @@ LocatedRecords = Iterator[tuple[str, Record | Skipped]]
 BUFFER = 1 << 17
 MAX_CELL = 1 << 27
 """bytes of one cell of a CSV file; a cell whose quote is never closed ends in an error at this size"""
-PARQUET_ROWS = 1024
-PARQUET_BYTES = 1 << 24
-"""bytes of a parquet file that are decoded at once, at most PARQUET_ROWS rows"""
+PARQUET_ROWS = 256
+"""rows of a parquet file that are decoded at once"""
 
 SIGNATURES = (
     (b"\x1f\x8b", "a gzip file", "add .gz to its name"),
@@ -239,30 +238,13 @@ def _read_parquet(path: DataFile, file: IO[bytes]) -> LocatedRecords:
         columns = table.schema_arrow.names
         if len(set(columns)) < len(columns):
             raise UserError(f"{path}: got the columns {column_names(columns)}, expected each once")
-        groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
-        largest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        for batch in table.iter_batches(batch_size=max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(largest, 1)))):
-            for record in _read_batch(batch):
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS):
+            for record in batch.to_pylist():
                 number += 1
-                location = f"{path}:{number}"
-                yield location, Skipped(f"{location}: {record}", bad=True) if isinstance(record, str) else record
-    except (pyarrow.ArrowException, OSError) as error:
+                yield f"{path}:{number}", record
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: not a readable parquet file after row {number}: {reason}; fetch it again") from None
-
-
-def _read_batch(batch: Any) -> Iterator[Record | str]:
-    """The records; for a record with a value that Python cannot hold, an error message."""
-    try:
-        yield from batch.to_pylist()
-    except (ValueError, OverflowError):
-        for i in range(batch.num_rows):
-            try:
-                yield from batch.slice(i, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                yield f"got byte 0x{error.object[error.start]:02x} at offset {error.start} of a text, expected UTF-8"
-            except (ValueError, OverflowError) as error:
-                yield " ".join(str(error).split())[:200]
 
 
 FORMATS: dict[str, Callable[[DataFile, IO[bytes]], LocatedRecords]] = {

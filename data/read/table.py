@@ -7,12 +7,10 @@ from itertools import combinations
 from typing import Any
 
 from data.read.paths import HubDataset, RecordReader, TableConfig
-from data.read.records import Phase, Record, Skipped, Unusable, column_names
+from data.read.records import Phase, Record, Skipped, Unusable
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
-MAX_DEPTH = 100
-"""levels of lists and mappings in a column; Python's JSON reader and writer fail at about 900"""
 NO_COUNTERPART = "no counterpart of the other label"
 
 
@@ -186,27 +184,8 @@ class Table:
                 yield record
                 continue
             try:
-                _require_depth(record, location)
                 yield self.parse(record, location)
             except UserError as error:
                 yield Skipped(str(error), bad=True)
             except Unusable as reason:
                 yield Skipped(str(reason))
-
-
-def _require_depth(record: Record, location: str) -> None:
-    """Raises: UserError for a column that is nested too deeply for the JSON writer."""
-    for column, value in record.items():
-        if isinstance(value, list | dict) and _is_deeper_than(value, MAX_DEPTH):
-            raise UserError(
-                f"{location}: {column_names([column])}: is nested more than {MAX_DEPTH} deep; fix or remove the row"
-            )
-
-
-def _is_deeper_than(value: object, levels: int) -> bool:
-    """Whether lists and mappings are nested more than `levels` deep."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return levels == 0 or any(_is_deeper_than(item, levels - 1) for item in value)

@@ -125,10 +125,6 @@ BAD_ROWS = {
         b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1' + b"0" * 400 + b"}",
         f"margin: got 1{'0' * 56}..., expected a number; {SKIP}",
     ),
-    "a column that is nested too deeply": (
-        b'{"prompt": "a", "chosen": "b", "rejected": "c", "extra": ' + b"[" * 900 + b"]" * 900 + b"}",
-        f"extra: is nested more than 100 deep; fix or remove the row; {SKIP}",
-    ),
     "a key that is repeated": (
         b'{"prompt": "a", "prompt": "b", "chosen": "c", "rejected": "d"}',
         f'not valid JSON: the key "prompt" is repeated; {LINE}',

@@ -142,28 +142,6 @@ def test_sound_text_comes_back_as_it_was(tmp_path: Path, records: list[tuple[str
     ]
 
 
-@MANY
-@given(
-    records=st.lists(
-        st.tuples(st.binary(max_size=12) | SOUND.map(str.encode) | st.none(), st.none() | SOUND), max_size=8
-    ),
-    size=st.integers(1, 4),
-)
-def test_no_record_of_a_parquet_file_is_lost(tmp_path: Path, records: list[Any], size: int) -> None:
-    """Text is not checked when a parquet file is written, so it may be anything."""
-    texts = pyarrow.array([one for one, _ in records], pyarrow.binary()).view(pyarrow.string())
-    talk = [None if other is None else [{"role": "assistant", "content": other}] for _, other in records]
-    kind = pyarrow.list_(pyarrow.struct({"role": pyarrow.string(), "content": pyarrow.string()}))
-    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(talk, kind)})
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=size)
-    read = rows(tmp_path / "x.parquet", "sft")
-    check(read, len(records))
-    for (one, other), row in zip(records, read, strict=True):
-        sound = one is not None and other is not None and one.decode(errors="replace").encode() == one
-        assert isinstance(row, Row) == sound or b"Human:" in one
-        assert not isinstance(row, Row) or row.response == other
-
-
 PIECES = st.sampled_from(
     [b"[", b"]", b"{", b"}", b'"', b",", b":", b"\n", b"\r", b"\\", b"\xff", b"NaN", b"\t", b"\x00"]
 )

@@ -11,7 +11,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.read import formats
 from data.read.formats import SUFFIXES, read_records, suffix
 from data.read.paths import TableConfig, open_path
 from data.read.records import Skipped
@@ -122,16 +121,6 @@ def test_a_line_of_ten_megabytes(tmp_path: Path, name: str) -> None:
     else:
         write(tmp_path / name, [{"text": long}])
     assert [record for _, record in read_records(tmp_path / name)] == [{"text": long}]
-
-
-def test_parquet_with_large_rows_is_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "PARQUET_BYTES", 5000)
-    rows = [{"text": f"{i}" * 1000, "many": [{"i": i}] * 3} for i in range(40)]
-    table = pyarrow.Table.from_pylist(rows)
-    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=15, use_dictionary=False)
-    result = list(read_records(tmp_path / "x.parquet"))
-    assert [record for _, record in result] == rows
-    assert [location for location, _ in result] == [f"{tmp_path}/x.parquet:{i + 1}" for i in range(40)]
 
 
 def test_the_names_of_files() -> None:
