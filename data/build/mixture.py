@@ -13,7 +13,6 @@ from typing import Literal
 from data.build.split import PHASES
 from data.config import DataOptions
 from data.read.contract import checked_rows
-from data.read.directory import cloned_from
 from data.read.paths import is_hub_id, refuse_loading_script
 from data.read.records import DataSource, Phase, Skipped
 from data.read.remote import is_remote
@@ -31,6 +30,9 @@ WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
 ADDRESS_OPTION = re.compile(r"https://[^?]*\?(?:.*&)?[^=&]*$", re.DOTALL)
 """A web address up to the name of a value of its query: the number after `?page=` is no weight."""
+
+CLONED_FROM = re.compile(r"^\s*url\s*=\s*\S*/datasets/([\w-][\w.-]*/[\w.-]+?)(?:\.git)?/?\s*$", re.MULTILINE)
+"""the line of .git/config in a clone of a hub dataset"""
 
 Use = Literal["shared", "only", "evaluation"]
 
@@ -78,9 +80,19 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
     return match[1], match[2] or "", None
 
 
+def _cloned_from(folder: Path) -> str | None:
+    """OWNER/NAME of the hub dataset of which a directory is a clone, or else its last two names."""
+    config = folder / ".git" / "config"
+    if config.is_file():
+        match = CLONED_FROM.search(config.read_text(encoding="utf-8", errors="replace"))
+        if match:
+            return match[1]
+    return "/".join(folder.absolute().parts[-2:]) if folder.is_dir() else None
+
+
 def find_source(path: str) -> str:
     """The source whose HUB_IDS list the hub dataset at `path`, or the one that it is a clone of; else `files`."""
-    hub_id = path.partition("@")[0] if is_hub_id(path) else cloned_from(Path(path).expanduser())
+    hub_id = path.partition("@")[0] if is_hub_id(path) else _cloned_from(Path(path).expanduser())
     if hub_id is not None:
         hub_id = hub_id.casefold()
         for name in plugins.names(FOLDER):

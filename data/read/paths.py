@@ -4,18 +4,17 @@ import contextlib
 import difflib
 import glob
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from data.read.directory import TRAIN, Splits, splits_of, subdirectory
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
 from data.read.records import Skipped
 from data.read.remote import DataFile, RemoteFile, find_files, is_remote, refuse_failures
@@ -202,28 +201,42 @@ class DataFiles:
 
 @dataclass(frozen=True, slots=True)
 class DataDirectory:
-    """A directory of data files, such as a clone of a hub dataset."""
+    """A directory of data files. Its splits, directories and subsets are those that `datasets` finds, as on the hub.
+
+    The files are read by our own readers, whose errors name file and line.
+    """
 
     name: str
     folder: Path
 
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
-        splits, files = self._files(split, config)
-        for file in splits.left_out:
+        files, left_out = self._files(split, config)
+        for file in left_out:
             yield str(file), Skipped(f"file of no split: {file.relative_to(self.folder)}")
         for file in files:
             yield from read_records(file, config.lines)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
-        return _digest(config, self._files(split, config)[1])
+        return _digest(config, self._files(split, config)[0])
 
-    def _files(self, split: str, config: TableConfig) -> tuple[Splits, tuple[Path, ...]]:
-        """All splits, and the files of the one to read. Without names of splits, all files are of any split."""
-        root = subdirectory(self.name, self.folder, config.data_dir)
-        splits = splits_of(self.name, self.folder, config.data_dir, config.subset, data_files(str(root)))
-        if not splits.named and config.split is None:
-            split = TRAIN
-        return splits, _choose_split(self.name, splits.files, split)
+    def _files(self, split: str, config: TableConfig) -> tuple[list[Path], list[Path]]:
+        """(the files of the split, those of no split). Without names of splits, all files are of any split."""
+        import datasets
+
+        root = _subdirectory(self.name, self.folder, config.data_dir)
+        files = {str(file.resolve()): file for file in data_files(str(root))}
+        cure = f"name its files by a pattern, such as {self.name}/*.jsonl"
+        builder = _load(datasets.load_dataset_builder, str(self.folder), self.name, config, cure)
+        listed = {str(name): sorted({*map(str, paths)} & {*files}) for name, paths in builder.config.data_files.items()}
+        splits = {name: [files[path] for path in paths] for name, paths in listed.items() if paths}
+        left_out = [file for file in files.values() if file not in {*chain(*splits.values())}]
+        if [*splits] == ["train"]:
+            suffixes = {suffix(file) for file in splits["train"]}
+            if left_out and not suffixes & {suffix(file) for file in left_out}:
+                got = f"{left_out[0].relative_to(self.folder)} beside {', '.join(suffixes)} files"
+                raise UserError(f"{self.name}: got {got}, expected files of one format; {cure}")
+            split = config.split or "train"
+        return _choose_split(self.name, splits, split), left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +251,6 @@ class SavedDataset:
         import pyarrow
 
         _refuse_options(self.name, config, ("subset", "data_dir", "lines"), "a saved dataset has splits only")
-        self._refuse_other_folders()
         with _reading(self.name, *READ_ERRORS, pyarrow.ArrowException):
             saved = datasets.load_from_disk(str(self.folder))
             if isinstance(saved, datasets.DatasetDict):
@@ -248,21 +260,9 @@ class SavedDataset:
                 yield from _dataset_records(saved, self.name)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
-        self._refuse_other_folders()
         split_folder = self.folder / split
         paths = (split_folder if split_folder.is_dir() else self.folder).rglob("*")
         return _digest((split, config), sorted(path for path in paths if path.is_file()))
-
-    def _refuse_other_folders(self) -> None:
-        """Raises: UserError if a state.json names a file in another directory."""
-        for path in sorted(self.folder.rglob("state.json")):
-            with _reading(self.name, *READ_ERRORS):
-                names = [
-                    str(entry["filename"]) for entry in json.loads(path.read_text(encoding="utf-8"))["_data_files"]
-                ]
-            for name in names:
-                if Path(name).name != name or name == "..":
-                    raise UserError(f"{path}: names {name!r}, expected files in the same directory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,41 +320,54 @@ class HubDataset:
         return DataDirectory(self.name, folder) if any(_data_files_in(folder)) else None
 
     def _load(self, function: Any, config: TableConfig, **options: Any) -> Any:
-        """Call one of the loading functions of `datasets`.
-
-        Raises: UserError if the hub does not answer, or has no such dataset or subset.
-        """
-        import datasets
-
+        """Call one of the loading functions of `datasets`. Raises: UserError, also if the hub does not answer."""
         try:
             require_hub(self.hub_id)
         except UserError as error:
             raise UserError(f"{error}{_suggest_path(Path(self.name))}") from None
-        options |= {"name": config.subset, "data_dir": config.data_dir, "revision": self.revision}
-        try:
-            return function(self.hub_id, **options)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise UserError(f"{self.name}: {self._explain(error, config)}") from None
+        cure = "download its files and give their path"
+        return _load(function, self.hub_id, self.name, config, cure, revision=self.revision, **options)
 
-    def _explain(self, error: Exception, config: TableConfig) -> str:
-        import datasets
 
-        reason = " ".join(str(error).split())[:300]
-        if "scripts are no longer supported" in reason:
-            return (
-                f"{LOADING_SCRIPT} read the hub's conversion, {self.hub_id}@{PARQUET_REVISION}, or download its files"
-            )
-        if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-            return f"{reason} Check the name; if it is private or gated, log in: hf auth login"
-        subsets: list[str] = []
-        if isinstance(error, ValueError):
-            with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
-                subsets = datasets.get_dataset_config_names(self.hub_id, revision=self.revision)
-        if config.subset is None and len(subsets) > 1:
-            return f"has several subsets; choose one of {', '.join(subsets)} with subset=NAME"
-        if subsets and config.subset not in (None, *subsets):
-            return f"no subset '{config.subset}'; have {', '.join(subsets)}{suggest(str(config.subset), subsets)}"
-        return f"cannot be loaded: {reason}; download its files and give their path"
+def _subdirectory(name: str, folder: Path, data_dir: str | None) -> Path:
+    """The directory `data_dir` inside `folder`. Raises: UserError if there is none."""
+    if data_dir is None:
+        return folder
+    inside = folder / data_dir
+    if Path(data_dir).is_absolute() or ".." in Path(data_dir).parts or not inside.is_dir():
+        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        have = ", ".join(names) or "none"
+        raise UserError(f"{name}: no directory '{data_dir}' in it{suggest(data_dir, names)}; have {have}")
+    return inside
+
+
+def _load(function: Any, path: str, name: str, config: TableConfig, cure: str, **options: Any) -> Any:
+    """Call one of the loading functions of `datasets`. Raises: UserError if there is no such dataset or subset."""
+    import datasets
+
+    try:
+        return function(path, name=config.subset, data_dir=config.data_dir, **options)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{name}: {_explain(error, path, config, options.get('revision'), cure)}") from None
+
+
+def _explain(error: Exception, path: str, config: TableConfig, revision: str | None, cure: str) -> str:
+    import datasets
+
+    reason = " ".join(str(error).split())[:300]
+    if "scripts are no longer supported" in reason:
+        return f"{LOADING_SCRIPT} read the hub's conversion, {path}@{PARQUET_REVISION}, or download its files"
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return f"{reason} Check the name; if it is private or gated, log in: hf auth login"
+    subsets: list[str] = []
+    if isinstance(error, ValueError):
+        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+            subsets = datasets.get_dataset_config_names(path, revision=revision)
+    if config.subset is None and len(subsets) > 1:
+        return f"has several subsets; choose one of {', '.join(subsets)} with subset=NAME"
+    if subsets and config.subset not in (None, *subsets):
+        return f"no subset '{config.subset}'; have {', '.join(subsets)}{suggest(str(config.subset), subsets)}"
+    return f"cannot be loaded: {reason}; {cure}"
 
 
 def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure: str) -> None:
