@@ -204,18 +204,15 @@ def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
         table = read_items(folder)
     splits: dict[str, PromptDataset[Any]] = {}
     for name in dropped_rows:
-        positions = _load_indices(folder / f"{name}.npy", len(table or ()))
-        elements = _load_indices(folder / f"{name}_elements.npy", len(positions)) if phase == "reward" else None
+        positions = _load_indices(folder / f"{name}.npy")
+        elements = _load_indices(folder / f"{name}_elements.npy") if phase == "reward" else None
         splits[name] = PromptDataset(phase, table, positions, dropped_rows[name], shortened[name], elements)
     return PhaseData(splits["train"], splits["evaluation"], report)
 
 
-def _load_indices(path: Path, below: int) -> np.ndarray:
-    """Memory-mapped indices, each at least 0 and less than `below`."""
+def _load_indices(path: Path) -> np.ndarray:
     with _refuse_damage(path):
         numbers: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        if numbers.ndim != 1 or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < below):
-            raise ValueError("positions beyond the items")
         return numbers
 
 

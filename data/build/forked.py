@@ -1,11 +1,9 @@
 """Jobs in forked processes, none of which outlives the process that started them."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -26,8 +24,7 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             receiver, sender = fork.Pipe(duplex=False)
             process = fork.Process(target=_run_job, args=(job, sender, os.getpid()), daemon=True)
-            with _uninterrupted():
-                process.start()
+            process.start()
             sender.close()
             processes[receiver] = process
             waiting.append(receiver)
@@ -65,23 +62,6 @@ def _run_job(job: Callable[[], object], sender: Connection, parent: int) -> None
         sender.send("")
     except UserError as error:
         sender.send(str(error))
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the block ends. Python loses a KeyboardInterrupt that it raises between a fork and the next
-    line, and a child that has just been forked would print a traceback."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread is interrupted
-        yield
-        return
-    received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if received:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _leave_signals_to(parent: int) -> None:

@@ -24,7 +24,7 @@ from rlhf.types import Row
 FOLDER = "data.sources"
 
 DATA_PATH = re.compile(r"((?:[^:,]+\.py|[\w-]+)(?:,[^:]*)?)(?::(.*))?", re.DOTALL)
-DATASET_INFO = re.compile(r"(?:[A-Za-z]:[\\/])?(?:[^:]+\.json:[^:]+|(?:[^:]*[\\/])?dataset_info\.json)")
+DATASET_INFO = re.compile(r"[^:]+\.json:[^:]+|(?:[^:]*/)?dataset_info\.json")
 """an entry of LLaMA-Factory's list of datasets"""
 WEIGHTED = re.compile(r"(.+)=(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
 
@@ -61,7 +61,7 @@ class Origin:
 def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
     """(plug-in spec, path, weight) of a data path: `hh_rlhf,split=test:DIR=0.3` is ('hh_rlhf,split=test', 'DIR', 0.3).
 
-    Existing paths, Windows paths and OWNER/NAME on the hub belong to the source that reads that dataset, else to the
+    Existing paths and OWNER/NAME on the hub belong to the source that reads that dataset, else to the
     generic source `files`. FILE.json:NAME is an entry of LLaMA-Factory's dataset_info.json. A single word is a source
     (write ./demo for a directory of that name).
     """
@@ -73,9 +73,8 @@ def parse_data_path(data_path: str) -> tuple[str, str, float | None]:
         return "llama_factory", data_path, None
     path = Path(data_path).expanduser()
     match = DATA_PATH.fullmatch(data_path)
-    has_drive = re.match(r"[A-Za-z]:[\\/]", data_path)
     is_local = path.exists() and path.suffix != ".py" and data_path not in plugins.names(FOLDER)
-    if is_local or has_drive or is_remote(data_path) or not match:
+    if is_local or is_remote(data_path) or not match:
         return find_source(data_path), data_path, None
     return match[1], match[2] or "", None
 

@@ -16,6 +16,7 @@ from data.build.gather import row_from_json, row_to_json
 from data.read.records import Phase
 from rlhf.console import status
 from rlhf.text.encoder import id_count
+from rlhf.types import Row
 
 PARALLEL_MIN_ROWS = 5000
 """rows below which further processes cost more time than they save"""
@@ -49,33 +50,18 @@ def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -
     """The columns of a batch of rows. texts: the rows as JSON, as `data.build.gather` wrote them."""
     columns: Columns = {name: [] for name in features(phase, 0)}
     for result, text in zip(encoded, texts, strict=True):
-        item, cut, reason = (None, Truncation(), result) if isinstance(result, str) else (*result, "")
-        phase_columns = EMPTY_COLUMNS[phase] if item is None else _phase_columns(item, text, cut)
-        common: dict[str, Any] = {
-            "prompt_cut": cut.prompt,
-            "response_cut": cut.response,
-            "prompt_digest": cut.prompt_digest,
-        }
-        common |= {"reason": reason}
-        for name, value in (phase_columns | common).items():
+        if isinstance(result, str):
+            item, cut, text, reason = EMPTY[phase], Truncation(), "", result
+        else:
+            (item, cut), reason = result, ""
+        common = {"prompt_cut": cut.prompt, "response_cut": cut.response, "prompt_digest": cut.prompt_digest}
+        for name, value in (_phase_columns(item, text, cut) | common | {"reason": reason}).items():
             columns[name].append(value)
     return columns
 
 
-EMPTY_COLUMNS: dict[Phase, dict[str, Any]] = {
-    "sft": {"ids": [], "spans": [], "weight": 1.0, "length": 0},
-    "reward": {
-        "prompt": [],
-        "chosen": [],
-        "rejected": [],
-        "margin": None,
-        "subset": "",
-        "length": 0,
-        "shorter": 0,
-        "weight": 1.0,
-    },
-    "ppo": {"ids": [], "row": "", "length": 0},
-}
+EMPTY: dict[Phase, Item] = {"sft": Demonstration((), ()), "reward": Preference((), (), 0), "ppo": Prompt((), Row(()))}
+"""what is stored of a row that was dropped"""
 
 
 def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:

@@ -33,8 +33,6 @@ class PreviewConfig(DataOptions):
     objective: Literal["response", "text"] = "response"
     """of fine-tuning: response = learn responses to prompts; text = continued pretraining on packed plain text,
     in which a token attends to the texts before its own too"""
-    output: str | None = None
-    """directory to write the tokenised rows to: PHASE/train.parquet, PHASE/evaluation.parquet, PHASE/report.json"""
 
 
 def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
@@ -72,7 +70,7 @@ def preview(options: PreviewConfig) -> list[str]:
     """Print every phase that the data can serve. Returns an error message for each other phase.
 
     Of a phase that gets too few rows, all that it could use are shown.
-    Raises: UserError if there is no such tokenizer, or `output` cannot be written.
+    Raises: UserError if there is no such tokenizer.
     """
     from data.dataset import Recipe
     from data.preview import show
@@ -100,8 +98,6 @@ def preview(options: PreviewConfig) -> list[str]:
         if error:
             shown = "" if datasets is None else f"; above are all rows that {phase} can use"
             errors.append(error + shown + (f"; {measured[1]}" if measured is not None else ""))
-        if datasets is not None and options.output is not None:
-            show.export(datasets, options.output)
     return list(dict.fromkeys(errors))
 
 

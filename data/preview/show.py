@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TextIO
 
 import numpy as np
@@ -12,14 +11,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.build.cache import REPORT
 from data.build.encode import Demonstration, Item, Preference, Spans
 from data.build.pipeline import Recipe
 from data.build.report import count_outcomes
 from data.dataset import PhaseData, PromptDataset
-from rlhf.errors import UserError
 from rlhf.maths.intervals import power
-from rlhf.storage.disk import atomic_directory, write_json
 from rlhf.text.dialogues import Template
 
 PERCENTILES = (5, 50, 95, 100)
@@ -207,21 +203,3 @@ def _source_table(opened: PhaseData) -> Table:
         name = Text(escape_control(source["data_path"]))
         table.add_row(name, f"{source['rows']:,}", f"{count:,}", row_share, f"{size:,}", token_share)
     return table
-
-
-def export(opened: PhaseData, output: str) -> None:
-    """Write OUTPUT/PHASE/train.parquet, evaluation.parquet and report.json, replacing those of an earlier call.
-
-    Raises: UserError if the directory holds other files, or cannot be written.
-    """
-    folder = Path(output) / opened.train.phase
-    if folder.exists() and not (folder / REPORT).is_file():
-        raise UserError(f"--output {output}: {folder} exists and has no {REPORT}; name another directory")
-    try:
-        with atomic_directory(folder) as staging:
-            for name, side in (("train", opened.train), ("evaluation", opened.evaluation)):
-                assert side.table is not None
-                side.table.select(side.positions).remove_columns(["reason"]).to_parquet(staging / f"{name}.parquet")
-            write_json(staging / REPORT, opened.report)
-    except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); name another directory") from None

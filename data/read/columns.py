@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data.read.records import Record, Unusable, column_names, read_text
+from data.read.records import Record, Unusable, column_names
 from rlhf.errors import UserError
 from rlhf.text.messages import short_json
 from rlhf.types import Message
@@ -74,17 +74,6 @@ def read_structs(record: Record, column: str, location: str) -> list[tuple[str, 
     return [(f"{location}: {name}", read_struct({name: value}, name, location)) for name, value in elements]
 
 
-def read_messages(record: Record, column: str, location: str) -> tuple[Message, ...]:
-    """A list of messages {role, content}, at least one."""
-    structs = read_structs(record, column, location)
-    if not structs:
-        raise UserError(f"{location}: {column}: got [], expected a list of messages {{role, content}}")
-    return tuple(
-        Message(read_choice(struct, "role", item_location, ROLES), read_text(struct, "content", item_location))
-        for item_location, struct in structs
-    )
-
-
 def select_columns(record: Record, *columns: str) -> dict[str, Any]:
     """Those of `columns` that the record has. They become the row's columns, for reward functions."""
     return {column: record[column] for column in columns if column in record}
@@ -95,18 +84,9 @@ def user_prompt(text: str) -> tuple[Message, ...]:
     return (Message("user", text),)
 
 
-def merge_turns(turns: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
-    """Messages from (role, text). Consecutive turns of one role are merged, because chat templates alternate roles."""
-    merged: list[Message] = []
-    for role, text in turns:
-        if merged and merged[-1].role == role:
-            text = f"{merged.pop().content}\n\n{text}".strip()
-        merged.append(Message(role, text))
-    return tuple(merged)
-
-
 def merge_messages(turns: Iterable[Message]) -> tuple[Message, ...]:
-    """Messages in which consecutive ones of one role are merged, except results of tools and those with keys."""
+    """Messages in which consecutive ones of one role are merged, because chat templates alternate roles; results of
+    tools, and messages with keys, are not."""
     merged: list[Message] = []
     for turn in turns:
         last = merged[-1] if merged else None

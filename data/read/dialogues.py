@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-from data.read.columns import as_prompt, merge_messages, merge_turns
+from data.read.columns import as_prompt, merge_messages, read_value
 from data.read.records import Record, read_text
 from rlhf.errors import UserError
 from rlhf.text.messages import ROLES, read_message, require_text, short_json
@@ -20,7 +20,7 @@ TURN = re.compile(r"(?:^|\s+)(Human|Assistant):")
 
 def read_dialogue(record: Record, column: str, location: str) -> tuple[Message, ...]:
     """A list of messages, at least one. Consecutive messages of one role are merged."""
-    values = record[column]
+    values = read_value(record, column, location)
     if not isinstance(values, list) or not values:
         raise UserError(
             f"{location}: {column}: got {short_json(values)}, expected a list of messages {{role, content}}"
@@ -60,7 +60,7 @@ def parse_transcript(text: str, location: str) -> tuple[Message, ...]:
     if before.strip() or not parts or parts[0] != "Human":
         raise UserError(f"{location}: got text that begins {text[:20]!r}, expected a dialogue: '\\n\\nHuman: ...'")
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return merge_turns((ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns)
+    return merge_messages(Message(ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns)
 
 
 def _parse_prompt(text: str, location: str) -> tuple[Message, ...]:
@@ -69,7 +69,7 @@ def _parse_prompt(text: str, location: str) -> tuple[Message, ...]:
         return as_prompt(parse_transcript(text.lstrip(), location))
     _, *parts = TURN.split(text)
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return as_prompt(merge_turns((ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns))
+    return as_prompt(merge_messages(Message(ROLES[speaker.lower()], turn.strip()) for speaker, turn in turns))
 
 
 def read_optional_text(record: Record, column: str, location: str) -> str:

@@ -16,10 +16,9 @@ from pydantic import Field
 from data.read.columns import (
     as_prompt,
     first_user_text,
-    merge_turns,
+    merge_messages,
     read_choice,
     read_list,
-    read_messages,
     read_number,
     read_struct,
     read_structs,
@@ -27,7 +26,7 @@ from data.read.columns import (
     select_columns,
     user_prompt,
 )
-from data.read.dialogues import parse_transcript
+from data.read.dialogues import parse_transcript, read_dialogue
 from data.read.paths import PARQUET_REVISION, TableConfig, is_hub_id, open_path
 from data.read.records import Phase, Record, Unusable, read_text
 from data.read.table import Ranked, Table
@@ -91,7 +90,7 @@ class Texts:
 def chatbot_arena(record: Record, location: str) -> Row:
     """Votes between two models' conversations (arXiv 2306.05685). After the first turn each model has its own, so a
     pair needs the same messages before the last response."""
-    sides = [read_messages(record, column, location) for column in ("conversation_a", "conversation_b")]
+    sides = [read_dialogue(record, column, location) for column in ("conversation_a", "conversation_b")]
     winner = read_choice(record, "winner", location, WINNERS)
     if winner.startswith("tie"):
         raise Unusable("tie")
@@ -118,7 +117,7 @@ def hc3_chinese(record: Record, location: str) -> Row:
 def helpsteer3(record: Record, location: str) -> Ranked:
     """Dialogues with two responses (arXiv 2505.11475). The preference runs from -3 to 3: below 0 response1 is
     preferred, above 0 response2, and 0 is a tie."""
-    prompt = as_prompt(read_messages(record, "context", location))
+    prompt = as_prompt(read_dialogue(record, "context", location))
     first, second = read_text(record, "response1", location), read_text(record, "response2", location)
     preference = read_number(record, "overall_preference", location)
     columns = select_columns(record, "domain", "language", "overall_preference")
@@ -209,9 +208,9 @@ def _vicuna_turns(text: str, location: str) -> tuple[Message, ...]:
     before, *parts = re.split(r"(?:^|(?<=\s))(USER|ASSISTANT):", text)
     if not parts:
         raise UserError(f"{location}: got text that begins {text[:20]!r}, expected 'USER: ... ASSISTANT:'")
-    system = [("system", before.strip())] if before.strip() else []
-    turns = ((role.lower(), turn.strip()) for role, turn in zip(parts[::2], parts[1::2], strict=True))
-    return merge_turns([*system, *turns])
+    system = [Message("system", before.strip())] if before.strip() else []
+    turns = (Message(role.lower(), turn.strip()) for role, turn in zip(parts[::2], parts[1::2], strict=True))
+    return merge_messages([*system, *turns])
 
 
 def shp(record: Record, location: str, min_score_ratio: float) -> Row:
@@ -227,7 +226,7 @@ def shp(record: Record, location: str, min_score_ratio: float) -> Row:
 
 def ultrafeedback(record: Record, location: str) -> Ranked:
     """UltraFeedback in pairs (arXiv 2310.01377): dialogues that repeat the prompt, with scores; equal: a tie."""
-    chosen, rejected = (read_messages(record, column, location) for column in ("chosen", "rejected"))
+    chosen, rejected = (read_dialogue(record, column, location) for column in ("chosen", "rejected"))
     scores = [read_number(record, column, location) for column in ("score_chosen", "score_rejected")]
     if chosen[-1].role != "assistant" or rejected[-1].role != "assistant":
         raise Unusable("dialogue does not end in the assistant's turn")

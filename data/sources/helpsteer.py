@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from data.read.columns import as_prompt, first_user_text, merge_turns, read_number
+from data.read.columns import as_prompt, first_user_text, merge_messages, read_number
 from data.read.paths import TableConfig, open_path
 from data.read.records import Phase, Record, Skipped, read_text
 from data.read.table import Ranked, Table, phase_rows
@@ -47,8 +47,9 @@ def parse(record: Record, location: str, attribute: str) -> Ranked:
 def parse_turns(text: str) -> tuple[Message, ...]:
     """The turns of a prompt: the user's first, then those that `\\n<extra_id_1>Assistant\\n` and `...User\\n` open."""
     first, *parts = MARKER.split(text)
-    turns = [("user", first)] if first or not parts else []
-    return merge_turns([*turns, *((role.lower(), turn) for role, turn in zip(parts[::2], parts[1::2], strict=True))])
+    turns = [Message("user", first)] if first or not parts else []
+    later = (Message(role.lower(), turn) for role, turn in zip(parts[::2], parts[1::2], strict=True))
+    return merge_messages([*turns, *later])
 
 
 def rows_by_prompt(items: Iterator[Ranked | Skipped], phase: Phase) -> Iterator[Row | Skipped]:

@@ -24,8 +24,6 @@ from rlhf.text.messages import short_json
 from rlhf.types import Row
 
 HUB_IDS = ()
-TEXT_ONLY = ("columns.images", "columns.videos", "columns.audios", "columns.tools")
-"""keys of what the models here do not read or call; `validate` refuses all other unknown keys by name"""
 OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 """used by LLaMA-Factory only where they are asked for, if there is an hf_hub_url beside them"""
 STANDARD = frozenset(
@@ -122,11 +120,6 @@ def _check(values: Mapping[str, Any], location: str) -> Entry:
             values[section] = {key: value for key, value in values[section].items() if value is not None}
     if "hf_hub_url" in values:
         values = {key: value for key, value in values.items() if key not in OTHER_HUBS}
-    for section, name in (key.split(".") for key in TEXT_ONLY):
-        if isinstance(values.get(section), dict) and name in values[section]:
-            raise UserError(
-                f"{location}: {section}.{name}: the models here read text only, and call no tools; remove it"
-            )
     if values.get("formatting") == "openai" and "tags" not in values:
         tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
         values["tags"] = tags

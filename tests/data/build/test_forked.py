@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from data.build import forked
 from data.build.forked import run_forked
 from rlhf.errors import UserError
 from tests.support.processes import alive, until
@@ -70,15 +69,3 @@ def test_no_process_outlives_its_parent(number: int, to_all: bool, code: int, tm
     assert started.returncode == code
     assert message == ("interrupted\n" if number == signal.SIGINT else "")
     until(lambda: not alive(mark), 10)
-
-
-def test_ctrl_c_in_a_fork_is_not_lost() -> None:
-    after = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), forked._uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            after.append("the block's end")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert after

@@ -26,7 +26,6 @@ from rlhf.types import Row
         ("files,split=test:owner/name", "files,split=test", "owner/name"),
         ("owner/name", "files", "owner/name"),
         ("./demo", "files", "./demo"),
-        ("C:\\data\\rows.csv", "files", "C:\\data\\rows.csv"),
         ("typo", "typo", ""),
     ],
 )

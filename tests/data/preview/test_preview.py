@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from data.build.encode import Demonstration, Preference
+from data.build.encode import Demonstration
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
 from data.preview import command, show
@@ -282,40 +281,3 @@ def test_the_prompt_ends_where_the_response_begins(tmp_path: Path, words: str, l
     assert isinstance(item, Demonstration)
     assert item.spans == spans  # of <s> w9 w0 w9 w1 w9 w2 w9, and then w3 </s>
     assert train.prompt_lengths.tolist() == [8]
-
-
-# --- the directory it writes
-
-
-def test_export_writes_the_opened_data(run: Any, tmp_path: Path, words: str) -> None:
-    rows = [{"prompt": f"w{i}", "chosen": f"w{i} w2", "rejected": "w3", "margin": i / 2} for i in range(60)]
-    path, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out"
-    argv = ["--data-path", path, "--model", words, "--chat-template", "plain", "--output", str(out), "--rows", "0"]
-    for _ in range(2):  # a second call takes the place of the first
-        assert run(*argv)[0] == 0
-    opened = open_datasets(DataOptions(data_path=(path,), chat_template="plain"), Recipe("reward"), tokenizer_of(words))
-    assert sorted(path.name for path in out.iterdir()) == ["ppo", "reward", "sft"]
-    assert json.loads((out / "reward" / "report.json").read_text()) == opened.report
-    for name, side in (("train", opened.train), ("evaluation", opened.evaluation)):
-        table = pyarrow.parquet.read_table(out / "reward" / f"{name}.parquet")
-        result = [
-            Preference(
-                (*row["prompt"], *row["chosen"]), (*row["prompt"], *row["rejected"]), len(row["prompt"]), row["margin"]
-            )
-            for row in table.to_pylist()
-        ]
-        assert tuple(result) == side[:] != ()
-    for phase, own in {"sft": ("spans", "weight"), "ppo": ("row",)}.items():
-        columns = pyarrow.parquet.read_schema(out / phase / "train.parquet").names
-        assert columns == ["ids", *own, "length", "prompt_cut", "response_cut", "prompt_digest"]
-
-
-def test_other_directories_are_left_alone(run: Any, tmp_path: Path, words: str) -> None:
-    (tmp_path / "sft").mkdir()
-    (tmp_path / "sft" / "mine.txt").write_text("mine")
-    argv = ["--data-path", "demo,rows=600", "--model", words, "--phases", "sft", "--rows", "0"]
-    code, _, message = run(*argv, "--output", str(tmp_path))
-    assert code == 2 and "exists and has no report.json; name another directory" in message
-    assert (tmp_path / "sft" / "mine.txt").read_text() == "mine"
-    code, _, message = run(*argv, "--output", str(tmp_path / "sft" / "mine.txt"))
-    assert code == 2 and "cannot be written" in message and message.count("\n") == 1
