@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.build.encode import Demonstration, Item, Preference, Prompt
-from data.build.split import PHASES, group_of, share_of
+from data.build.split import PHASES, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
 from rlhf.errors import UserError
@@ -80,18 +80,6 @@ def test_evaluation_does_not_depend_on_how_the_phases_share_the_rest() -> None:
         for split in [(2, 4, 4), (1, 0, 0), (0.0, 0.5, 0.1)]
     ]
     assert held_out[0] == held_out[1] == held_out[2] != set()
-
-
-def test_a_share_of_nothing_gets_nothing() -> None:
-    options = DataOptions(data_split=(0, 1, 0), eval_fraction=0)
-    assert {share_of(row, options) for row in many_rows()} == {"reward"}
-
-
-def test_the_group_decides_else_the_prompt_else_the_response() -> None:
-    prompt = (Message("user", "  The\nRed fox "),)
-    assert group_of(Row(prompt, "x")) == group_of(Row((Message("user", "the red FOX"),), "y")) == "the red fox"
-    assert group_of(Row(prompt, group="G")) == "g"
-    assert group_of(Row((), "a response")) == "a response"
 
 
 def test_another_seed_makes_another_split() -> None:
@@ -302,11 +290,3 @@ def test_one_opening_of_all_rows_is_named_and_its_cure_works(tmp_path: Path, pla
     for cured in (numbered, as_system):
         train, held_out = opened_lengths(tmp_path, plain, cured)
         assert train + held_out == 60 and 4 <= held_out <= 24  # 12 expected, standard deviation 3
-
-
-def test_openings_of_the_assistant_after_one_system_message_are_divided(
-    tmp_path: Path, plain: PreTrainedTokenizerBase
-) -> None:
-    rows = [dialogue("system: w1", f"assistant: w{i}") for i in range(4, 64)]
-    train, held_out = opened_lengths(tmp_path, plain, rows)
-    assert train + held_out == 60 and 4 <= held_out <= 24

@@ -79,29 +79,12 @@ def test_whatever_matters_makes_another_set(home: Path, monkeypatch: pytest.Monk
     make(options(max_train_rows=30))
     make(options(), Recipe("sft", loss_on="all"))
     make(options(data_split=(1, 0, 1)), Recipe("ppo"))
-    make(options(), words=[*WORDS, "more"])
+    make(options(), words=[WORDS[1], WORDS[0], *WORDS[2:]])
     make(options(), name="human_assistant")
     write(range(101))
     make(options())
     monkeypatch.setattr(cache, "code_digest", lambda: "another version")
     make(options())
-
-
-def test_a_source_without_a_fingerprint_is_known_by_its_rows(home: Path) -> None:
-    code = (
-        "from pathlib import Path\nfrom rlhf.config import Config\nfrom rlhf.types import Message, Row\n"
-        "class Mine:\n"
-        "    def rows(self, phase):\n"
-        "        for line in Path('list.txt').read_text().split(): yield Row((Message('user', line),), 'w1')\n"
-        "def build(config, path): return Mine()\n"
-    )
-    Path("mine.py").write_text(code)
-    for count, lines in enumerate((range(50), range(50), range(51))):
-        Path("list.txt").write_text(" ".join(f"w{i}" for i in lines))
-        data_options = DataOptions(data_path=("mine.py",), data_cache="cache", data_split=(1, 0, 0))
-        data = open_datasets(data_options, Recipe("sft"), tokenizer(home))
-        assert data.report["sources"][0]["rows"] == len(lines)
-        assert len(sets()) == max(1, count)
 
 
 def test_an_incomplete_entry_is_rebuilt(home: Path) -> None:

@@ -169,20 +169,6 @@ def test_a_plain_text_without_a_bos_begins_with_its_first_word() -> None:
     assert encoder([Row((), "w4 w5")]) == [(Demonstration((4, 5, tiny.EOS), ((1, 3),)), Truncation())]
 
 
-def test_a_response_to_no_words_opens_its_text(plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SentencePiece writes before the first word of a text is the template's to know."""
-    asked: list[Any] = []
-
-    def turn_ids(template: Template, rows: Any, answers: Any, texts: Any) -> list[list[int]]:
-        asked.extend(rows)
-        return [[5, EOS] for _ in rows]
-
-    monkeypatch.setattr(Template, "turn_ids_many", turn_ids)
-    rows = [Row((), "w1"), Row((Message("user", "w1"),), "w1"), Row((Message("user", ""),), "w1")]
-    RowEncoder("sft", Template(plain), DataOptions())(rows)
-    assert asked == rows
-
-
 @pytest.mark.parametrize(("phase", "renderings"), [("sft", 2), ("reward", 3), ("ppo", 1)])
 def test_a_prompt_is_rendered_once(
     phase: Any, renderings: int, plain: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch

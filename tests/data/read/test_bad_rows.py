@@ -203,42 +203,6 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 ROWS = (
     ('{"prompt": null, "response": "x"}', "prompt: got null, expected text"),
-    ('{"prompt": 3, "response": "x"}', "prompt: got 3, expected text"),
-    ('{"prompt": "x", "response": ["y"]}', 'response[0]: got "y", expected a message {role, content}'),
-    (
-        '{"prompt": "x", "response": "y\\ud800"}',
-        "response: got half a surrogate pair at character 1, expected text",
-    ),
-    ('{"messages": []}', "messages: got [], expected a list of messages {role, content}"),
-    ('{"messages": null}', "messages: got null, expected a list of messages {role, content}"),
-    ('{"messages": [{"role": "user"}]}', "messages[0].content: got null, expected text"),
-    (
-        '{"messages": [{"content": "x"}]}',
-        'messages[0]: got {"content": "x"}, expected a message with a role',
-    ),
-    (
-        '{"messages": [{"role": "user", "content": "x"}, {"role": "cook", "content": "y"}]}',
-        'messages[1]: got the role "cook", expected system, user, assistant or tool (or human, gpt)',
-    ),
-    (
-        '{"chosen": "x", "rejected": "y"}',
-        "chosen: got no prompt before it, and there is no column 'prompt'; name the column of the prompt: "
-        "files,prompt=COLUMN:PATH",
-    ),
-    (
-        '{"chosen": "\\n\\nHuman: x\\n\\nAssistant: y", "rejected": "z"}',
-        "chosen: got no prompt before it, and there is no column 'prompt'; for dialogues written "
-        "'\\n\\nHuman: ...' write hh_rlhf:PATH",
-    ),
-    (
-        '{"prompt": "x", "response": "y", "label": "rude"}',
-        'label: got "rude", expected true or false (good or bad); if the column has another meaning, write '
-        "files,shape=prompt-response:PATH",
-    ),
-    (
-        '{"prompt": "x", "response": "y", "messages": []}',
-        "the columns fit the shapes prompt-response and messages; choose one, as in files,shape=prompt-response:PATH",
-    ),
     (
         '{"question": "x"}',
         "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "

@@ -167,18 +167,3 @@ def test_another_code_is_another_source(tokenizer: PreTrainedTokenizerBase) -> N
     for count, expression in ((3, "pass"), (4, f"yield {ASK})")):
         write(expression, FINGERPRINTS[-1])
         assert opened(tokenizer, "sft").report["sources"][0]["rows"] == count
-
-
-def test_rows_of_a_users_table_are_checked_too(tokenizer: PreTrainedTokenizerBase) -> None:
-    Path("mine.py").write_text(
-        "from data.read.paths import TableConfig as Config, open_path\n"
-        "from data.read.table import Table\n"
-        "from rlhf.types import Message, Row\n"
-        "def parse(record, location): return Row((Message('user', record['q']),), record['a'])\n"
-        "def build(config, path): return Table(open_path(path), config, parse)\n"
-    )
-    Path("x.jsonl").write_text('{"q": "w1", "a": "w2"}\n{"q": "w1", "a": 5}\n')
-    options = DataOptions(data_path=("mine.py:x.jsonl",), data_split=(1, 0, 0), eval_fraction=0.0, data_cache="cache")
-    with pytest.raises(UserError) as error:
-        open_datasets(options, Recipe("sft"), tokenizer)
-    assert str(error.value) == "mine.py:x.jsonl: row 2 of rows('sft'): response: got 5, expected text"

@@ -187,33 +187,6 @@ def test_real_files_load_without_options(name: str) -> None:
             assert row.group
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("llama-factory-demo/dpo_en_demo.json.gz", 300),
-        ("llama-factory-demo/dpo_zh_demo.json.gz", 300),
-        ("schema-fixtures/colossalchat_preference.jsonl", 1),
-        ("schema-fixtures/local__jsonfile.jsonl", 1),
-        ("schema-fixtures/trl-lib__hh-rlhf-helpful-base.jsonl", 2),
-        ("schema-fixtures/trl-lib__tldr-preference.jsonl", 1),
-        ("schema-fixtures/trl-lib__ultrafeedback_binarized.jsonl", 1),
-    ],
-)
-def test_real_preferences_are_pairs(name: str, count: int) -> None:
-    result = rows(real(name), "reward")
-    assert len(result) == count
-    assert all(isinstance(row, Row) and row.rejected and row.rejected != row.response for row in result)
-
-
-def test_real_labels_are_halved() -> None:
-    name = "llama-factory-demo/kto_en_demo.json.gz"
-    result = rows(real(name), "sft")
-    assert (sum(isinstance(row, Row) for row in result), result.count(BAD)) == (150, 150)
-    pairs = rows(real(name), "reward")
-    alone = pairs.count(Skipped(NO_COUNTERPART))
-    assert (len(pairs) - alone, alone) == (1, 298)
-
-
 def test_real_rankings_give_all_pairs() -> None:
     file = real("oasst-zh/oaast_rm_zh.json.gz")
     records = json.loads(gzip.decompress(file.read_bytes()))
@@ -233,12 +206,3 @@ def test_real_rankings_give_all_pairs() -> None:
         *long["history"][1],
         long["instruction"],
     ]
-
-
-def test_hh_dialogues_are_sent_to_their_source() -> None:
-    result = rows(real("hh-rlhf/harmless-base.jsonl.gz"), "reward")
-    assert len(result) == 1541
-    assert all(isinstance(row, Skipped) and row.bad and row.reason.endswith("write hh_rlhf:PATH") for row in result)
-    for name, count in (("harmless", 1541), ("helpful", 1568)):
-        source = build("data.sources", "hh_rlhf", str(DATA / f"hh-rlhf/{name}-base.jsonl.gz"))
-        assert sum(isinstance(row, Row) for row in source.rows("reward")) == count

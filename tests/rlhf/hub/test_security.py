@@ -40,16 +40,12 @@ ROWS: dict[int, tuple[str, ...]] = {
         "rlhf/hub/test_security.py::test_an_adapter_is_no_model",
         "rlhf/hub/test_security.py::test_code_beside_a_tokenizer_never_runs",
         "data/test_security_data.py::test_no_payload_in_the_cache_runs",
-        "data/test_security_data.py::test_no_payload_in_a_data_file_runs",
         "rlhf/training/test_security_checkpoints.py::test_strays_in_a_checkpoint_are_ignored",
         "rlhf/training/test_security_checkpoints.py::test_a_file_that_became_a_pickle_is_not_read",
         "rlhf/training/test_security_checkpoints.py::test_a_pickle_that_the_manifest_vouches_for_does_not_run",
     ),
     # a data set that is a script
-    58: (
-        "data/test_faults.py::test_a_loading_script",
-        "data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run",
-    ),
+    58: ("data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run",),
     # a hub that cannot be reached
     59: (
         "rlhf/chain/test_errors.py::test_the_hub_does_not_answer",
