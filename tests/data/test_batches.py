@@ -170,23 +170,6 @@ def test_a_budget_of_tokens_counts_all_that_is_computed_of_a_pair(rows: list[lis
         Batches(sides, 1, batch_tokens=7)
 
 
-def padded_share(batches: list[list[int]], micro: int) -> float:
-    """What is padding when each batch is cut into micro-batches of neighbours in length."""
-    computed = 0
-    for batch in batches:
-        lengths = np.sort(LENGTHS[batch])[::-1]
-        computed += sum(len(part) * part.max() for part in np.split(lengths, range(micro, len(lengths), micro)))
-    return 1 - sum(LENGTHS[batch].sum() for batch in batches) / computed
-
-
-def test_little_is_padding_where_lengths_are_known() -> None:
-    [mixed], [sorted_by_length] = dealt(len(LENGTHS), 16, 2), dealt(LENGTHS, 16, 2)
-    assert padded_share(mixed, 16) > 0.4
-    assert padded_share(sorted_by_length, 16) < 0.08
-    [budget] = dealt(LENGTHS, 1, 2, batch_tokens=4096)
-    assert padded_share(budget, 8) < 0.05
-
-
 def test_pairs_are_near_in_both_sides() -> None:
     """Two passes over each micro-batch's sides, the longer half first, as the reward model makes them."""
     random = np.random.default_rng(1)

@@ -1,7 +1,6 @@
 """Whatever is in a file, it is read to the end, and every record is a row or a reason; nothing else is ever raised."""
 
 import contextlib
-import csv
 import gzip
 import io
 import json
@@ -120,26 +119,6 @@ def test_no_record_of_a_json_file_is_lost(tmp_path: Path, records: list[Any], na
     for phase in ("sft", "ppo"):
         check(rows(file, phase), len(records))  # type: ignore[arg-type]
     assert all(isinstance(row, Row | Skipped) for row in rows(file, "reward"))
-
-
-@MANY
-@given(
-    records=st.lists(st.tuples(SOUND, SOUND), max_size=8), name=st.sampled_from(["x.jsonl", "x.json", "x.csv", "x.tsv"])
-)
-def test_sound_text_comes_back_as_it_was(tmp_path: Path, records: list[tuple[str, str]], name: str) -> None:
-    values = [dict(zip(("prompt", "completion"), ("a" + one, other), strict=True)) for one, other in records]
-    if name in ("x.csv", "x.tsv"):
-        table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, ["prompt", "completion"], delimiter="," if name == "x.csv" else "\t")
-        writer.writeheader()
-        writer.writerows(values)
-        content = table.getvalue().encode()
-    else:
-        content = as_array(values) if name == "x.json" else as_lines(values)
-    read = rows(write(tmp_path, name, content), "sft")
-    assert [(row.prompt[0].content, row.response) for row in read] == [  # type: ignore[union-attr]
-        (value["prompt"], value["completion"]) for value in values
-    ]
 
 
 PIECES = st.sampled_from(

@@ -88,14 +88,6 @@ def test_a_weight_is_a_share_of_what_can_be_used(home: Path, tokenizer: PreTrain
         opened(tokenizer, data_path=weighted_paths, max_length=64, **{**ALL, "max_dropped": 0.5})
 
 
-def test_weights_without_a_budget_repeat_nothing(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    write("a.jsonl", range(90))
-    write("b.jsonl", range(1000, 1020))
-    data = opened(tokenizer, data_path=("a.jsonl=1", "b.jsonl=1"), **ALL)
-    assert data.report["train"]["rows_by_source"] == [20, 20]
-    assert len(set(prompts(data.train, tokenizer))) == 40
-
-
 def test_without_weights_every_row_is_taken(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     write("a.jsonl", range(90))
     write("b.jsonl", range(1000, 1020))
@@ -272,21 +264,6 @@ def test_many_malformed_rows_are_listed_with_their_number(home: Path, tokenizer:
     assert len(listed) == 10
     for i, line in enumerate(listed, 1):
         assert line.startswith(f"  x.jsonl:{40 * i}: not valid JSON")
-
-
-def test_malformed_rows_can_be_skipped_and_are_reported(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    malformed(every=40)
-    data = opened(tokenizer, data_path=("x.jsonl",), skip_bad_rows=25, **ALL)
-    assert accounted(data) == {"train": 975, "malformed": 25}
-    [source] = data.report["sources"]
-    assert len(source["bad"]) == 25
-    assert source["bad"][-1].startswith("x.jsonl:1000: not valid JSON")
-
-
-def test_a_single_malformed_row_is_one_line(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    malformed(every=1000)
-    with pytest.raises(UserError, match=r"^x.jsonl:1000: not valid JSON.*; --skip-bad-rows 1 continues without it$"):
-        opened(tokenizer, data_path=("x.jsonl",), **ALL)
 
 
 def test_another_kind_of_data_is_refused_early(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:

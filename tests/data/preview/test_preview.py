@@ -190,20 +190,6 @@ def test_too_few_rows_to_divide_are_shown_and_refused(run: Any, tmp_path: Path, 
     assert message.count(f"error: {path}: 0 usable rows for ") == 3 == message.count("\n")
 
 
-@pytest.mark.parametrize("argv", [["--data-path", "./not-there"], ["--modle", "x"], ["--model", "./not-there"]])
-def test_a_mistake_is_one_line(run: Any, tmp_path: Path, words: str, argv: list[str]) -> None:
-    code, printed, message = run("--data-path", "demo", "--model", words, *argv)
-    assert (code, printed, message.count("\n")) == (2, "", 1)
-    assert message.startswith("error: ")
-
-
-def test_the_demo(run: Any) -> None:
-    code, printed, _ = run("--data-path", "demo,rows=600", "--model", "demo-llama", "--rows", "1")
-    assert code == 0
-    assert "<s> Human: tell me about the" in printed
-    assert printed.count("read in all") == 3
-
-
 def test_it_starts_without_torch_and_agrees_with_the_stages() -> None:
     program = "import sys, data.preview.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

@@ -72,6 +72,18 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"chosen": "it is good", "rejected": "it is bad", "subset": "x"},
         Row(dialogue("u: it is"), " good", " bad", "it is", {"subset": "x"}),
     ),
+    "two texts whose beginning ends in half a word": (
+        {"chosen": "The sky is blue, I think", "rejected": "The sky is black", "margin": 2},
+        Row(dialogue("u: The sky is"), " blue, I think", " black", "The sky is", {"margin": 2.0}),
+    ),
+    "two texts in lines": (
+        {"chosen": "Q: sky?\n\nA: blue", "rejected": "Q: sky?\n\nB"},
+        Row(dialogue("u: Q: sky?"), "\n\nA: blue", "\n\nB", "Q: sky?"),
+    ),
+    "two texts, one of which goes on": (
+        {"chosen": "The sky is blue", "rejected": "The sky is"},
+        Row(dialogue("u: The sky is"), " blue", "", "The sky is"),
+    ),
     "a pair without a prompt": ({"chosen": [*MORE, ONE], "rejected": [*MORE, TWO]}, Row(LONG, "good", "bad", "q")),
     "a pair after a conversation": (
         {"conversations": shared(MORE), "chosen": shared([ONE])[0], "rejected": shared([TWO])[0]},
@@ -279,10 +291,11 @@ def test_sound_records_of_no_use(record: dict[str, Any], message: str) -> None:
         parse(record, "f:1")
 
 
-PAIR = {"prompt": "q", "chosen": "x", "rejected": "y"}
 MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, "got the columns none; expected one of: prompt/"),
     ({"prompt": "q", "chosen": "x", "rejected": None}, "rejected: got null, expected text"),
+    ({"chosen": "Blue", "rejected": "Black"}, "chosen: got no prompt before it, and there is no column"),
+    ({"chosen": "It is blue.", "rejected": "It is green.", "query": "Which?"}, "got no prompt before it"),
     ({"chosen": [ONE], "rejected": [TWO]}, "chosen: got no prompt before it, and there is no column"),
     ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
     ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),

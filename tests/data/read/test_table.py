@@ -81,15 +81,6 @@ def test_each_phase_has_its_split_unless_the_user_names_one() -> None:
     assert path.splits[-1] == "test"
 
 
-def test_combine_sees_every_item() -> None:
-    def last_two(items: Iterator[Any], phase: Phase) -> Iterator[Row | Skipped]:
-        return iter(list(items)[-2:])
-
-    result = [{"kind": "a"}, {"kind": "b"}, {"kind": "bad"}]
-    rows = list(Table(Listed(result), TableConfig(), parse, combine=last_two).rows("sft"))
-    assert rows == [Row(PROMPT, "b"), Skipped("f:3: bad", bad=True)]
-
-
 def test_ranked_responses() -> None:
     ranked = Ranked(PROMPT, (("worst", -1.0), ("best", 2.5), ("good", 1.0), ("as good", 1.0)), "g", {"x": 1})
     assert list(ranked_rows(ranked, "sft", "7")) == [Row(PROMPT, "best", None, "g", {"x": 1})]
