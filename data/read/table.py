@@ -45,7 +45,7 @@ class Unanswered:
     """its last answer, and what came before"""
 
 
-Parsed = Row | Ranked | Labelled | Unanswered | list[Row]
+Parsed = Row | Ranked | Labelled | Unanswered
 """what the `parse` of an adapter returns for one record"""
 
 
@@ -64,12 +64,8 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
             yield from ranked_rows(item, phase, f"{number}")
         elif isinstance(item, Unanswered):
             yield item.answered if phase == "sft" else item.whole
-        elif isinstance(item, Labelled):
-            yield from pairs.add(item) if phase == "reward" else _labelled_row(item, phase)
-        elif item:
-            yield from item
         else:
-            yield Skipped("no row in it")
+            yield from pairs.add(item) if phase == "reward" else _labelled_row(item, phase)
     yield from pairs.finish()
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from data.build.encode import Demonstration
 from data.config import DataOptions
@@ -23,6 +22,7 @@ from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
+from tests.support.texts import byte_tokenizer
 
 EOS = "<|end|>"
 OPEN = ("--eval-fraction", "0", "--chat-template", "plain")
@@ -40,12 +40,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tokenizer that makes every byte a token, so that any text can be told from any other."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({**{c: i for i, c in enumerate(alphabet)}, EOS: len(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("letters")
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS).save_pretrained(folder)
+    byte_tokenizer(eos_token=EOS).save_pretrained(folder)
     return str(folder)
 
 

@@ -39,23 +39,18 @@ def parse(record: Record, location: str) -> Parsed:
         raise UserError(f"{location}: bad")
     if record["kind"] == "tie":
         raise Unusable("tie")
-    if record["kind"] == "many":
-        return [Row(PROMPT, "1"), Row(PROMPT, "2")]
-    return [] if record["kind"] == "none" else Row(PROMPT, record["kind"])
+    return Row(PROMPT, record["kind"])
 
 
 def test_every_record_gives_a_row_or_why_there_is_none() -> None:
-    result = [{"kind": "a"}, {"kind": "bad"}, Skipped("f:3: broken", bad=True), {"kind": "tie"}, {"kind": "none"}]
-    table = Table(Listed([*result, {"kind": "many"}]), TableConfig(), parse)
+    result = [{"kind": "a"}, {"kind": "bad"}, Skipped("f:3: broken", bad=True), {"kind": "tie"}]
+    table = Table(Listed(result), TableConfig(), parse)
     for phase in PHASES:
         assert list(table.rows(phase)) == [
             Row(PROMPT, "a"),
             Skipped("f:2: bad", bad=True),
             Skipped("f:3: broken", bad=True),
             Skipped("tie"),
-            Skipped("no row in it"),
-            Row(PROMPT, "1"),
-            Row(PROMPT, "2"),
         ]
 
 
