@@ -55,7 +55,7 @@ def train(options: Options, results: Results) -> None:
     """Steps of fine-tuning on full rows: operations of the model over the peak of the device."""
     from benchmarks.limits import product_rate
     from data.batches import Batches
-    from data.build.encode import Demonstration
+    from data.prepare.encode import Demonstration
     from rlhf.distributed import collectives
     from rlhf.engine.training import Engine
     from rlhf.models.load import load_causal_lm

@@ -107,7 +107,7 @@ def part_of(row: str) -> str:
 
 def test_prompts(options: Options) -> Iterator[Any]:
     """The prompts of TEST of at most the recipe's length."""
-    from data.build.mixture import open_origin
+    from data.prepare.mixture import open_origin
     from rlhf.hub.short_names import resolve
     from rlhf.text.dialogues import Template
     from rlhf.text.prompt_file import format_prompt

@@ -70,7 +70,7 @@ def vocabulary(path: str) -> int:
 
 def prompt_items(count: int, tokens: int, ids: int) -> list[Any]:
     """Prompts of exactly `tokens` random ids below `ids`."""
-    from data.build.encode import Prompt
+    from data.prepare.encode import Prompt
     from rlhf.types import Message, Row
 
     drawn = torch.randint(4, ids, (count, tokens), generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from data.build.encode import Demonstration, Preference, Prompt, Spans
 from data.config import BatchOptions
+from data.prepare.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import ORDER, PICKS, stream
 from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences, WeightedSequences

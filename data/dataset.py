@@ -13,15 +13,15 @@ import pyarrow
 import pyarrow.compute
 from transformers import PreTrainedTokenizerBase
 
-from data.build import cache
-from data.build.encode import Item
-from data.build.gather import row_to_json
-from data.build.mixture import Origin, origins, origins_of_other_phases
-from data.build.pipeline import Recipe, build_dataset
-from data.build.report import data_warnings, dropped, require_usable
-from data.build.split import PHASES
-from data.build.store import read_items, to_item
 from data.config import DataOptions
+from data.prepare import cache
+from data.prepare.encode import Item
+from data.prepare.gather import row_to_json
+from data.prepare.mixture import Origin, origins, origins_of_other_phases
+from data.prepare.pipeline import Recipe, build_dataset
+from data.prepare.report import data_warnings, dropped, require_usable
+from data.prepare.split import PHASES
+from data.prepare.store import read_items, to_item
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests

@@ -3,11 +3,11 @@
 import functools
 from pathlib import Path
 
-from data.build.mixture import open_origin, parse_data_path
-from data.build.report import REQUIRED, count_outcomes, opening_hint, text_hint
-from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData
+from data.prepare.mixture import open_origin, parse_data_path
+from data.prepare.report import REQUIRED, count_outcomes, opening_hint, text_hint
+from data.prepare.split import PHASES
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.types import Row

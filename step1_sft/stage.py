@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, counted_rows, padding_share, sample_rows, sft_batch
-from data.build.encode import Demonstration
-from data.build.pack import CROSS_TEXT_ATTENTION
 from data.dataset import PhaseData, PromptDataset, Recipe
+from data.prepare.encode import Demonstration
+from data.prepare.pack import CROSS_TEXT_ATTENTION
 from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_policy_adapter

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from data.batches import pair_batch
-from data.build.encode import Preference
 from data.dataset import PromptDataset
+from data.prepare.encode import Preference
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError

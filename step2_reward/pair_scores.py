@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import pair_batch
-from data.build.encode import Preference
 from data.config import DataOptions
 from data.dataset import PromptDataset, Recipe, open_datasets
+from data.prepare.encode import Preference
 from rlhf import console
 from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, counted_rows, padding_share, pair_batch, sample_rows
-from data.build.encode import Preference
 from data.dataset import PhaseData, PromptDataset, Recipe
+from data.prepare.encode import Preference
 from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.engine.adapter_export import save_scalar_adapter

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Prompt
-from data.build.mixture import open_origin, origins_of_other_phases
-from data.build.pack import CROSS_TEXT_ATTENTION
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
 from data.preflight import require_rows
+from data.prepare.encode import Demonstration, Prompt
+from data.prepare.mixture import open_origin, origins_of_other_phases
+from data.prepare.pack import CROSS_TEXT_ATTENTION
 from data.read.records import Phase
 from rlhf import generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions

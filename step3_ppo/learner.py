@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from data.build.encode import Prompt
 from data.dataset import PromptDataset
+from data.prepare.encode import Prompt
 from rlhf import rewards
 from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from data.batches import Batches, sft_batch
-from data.build.encode import Demonstration
 from data.dataset import PromptDataset
+from data.prepare.encode import Demonstration
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.maths import losses

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import prompt_batch
-from data.build.encode import Prompt
 from data.dataset import PromptDataset
+from data.prepare.encode import Prompt
 from rlhf.adapters import Adapter
 from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives

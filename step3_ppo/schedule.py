@@ -5,8 +5,8 @@ from itertools import islice
 from typing import Any
 
 from data.batches import Batches
-from data.build.encode import Prompt
 from data.dataset import PromptDataset
+from data.prepare.encode import Prompt
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.types import ScoredRollout

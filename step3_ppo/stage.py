@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import sample_rows
-from data.build.encode import Prompt
 from data.dataset import PromptDataset
+from data.prepare.encode import Prompt
 from rlhf import adapters, console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives

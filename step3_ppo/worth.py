@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.build.encode import Prompt
 from data.dataset import PromptDataset
+from data.prepare.encode import Prompt
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.maths import best_of_n

@@ -37,7 +37,7 @@ class PreviewConfig(DataOptions):
 
 def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
     """The options that leave all rows to one phase, hold none out, and refuse none."""
-    from data.build.split import PHASES
+    from data.prepare.split import PHASES
 
     shares = tuple(float(name == phase) for name in PHASES)
     return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0, "max_dropped": 1.0})
@@ -50,8 +50,8 @@ def lengths_without_limits(
 
     Of more than MEASURED rows, a random sample of as many.
     """
-    from data.build.report import is_cut
     from data.dataset import open_datasets
+    from data.prepare.report import is_cut
     from data.preview import show
 
     if recipe.objective == "text" or (opened is not None and not is_cut(opened.report)):

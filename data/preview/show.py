@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Item, Preference, Spans
-from data.build.pipeline import Recipe
-from data.build.report import count_outcomes
 from data.dataset import PhaseData, PromptDataset
+from data.prepare.encode import Demonstration, Item, Preference, Spans
+from data.prepare.pipeline import Recipe
+from data.prepare.report import count_outcomes
 from rlhf.maths.intervals import power
 from rlhf.text.dialogues import Template
 

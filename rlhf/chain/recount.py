@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-from data.build.pipeline import Recipe
 from data.config import DataOptions
 from data.dataset import PhaseData, open_datasets
+from data.prepare.pipeline import Recipe
 from rlhf import plugins
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from data.build.split import group_of, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
+from data.prepare.split import group_of, share_of
 from data.read.records import DataSource, Phase, Skipped
 from data.sources.demo import words
 from rlhf.config import Config

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from rlhf import adapters, generation, rewards
 from rlhf.errors import UserError
 from step3_ppo import algorithms, stage

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.batches import Batches, counted_rows, padding_share, pair_batch, prompt_batch, sft_batch
-from data.build.encode import Demonstration, Preference, Prompt
+from data.prepare.encode import Demonstration, Preference, Prompt
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Item, Preference, Prompt
-from data.build.split import PHASES, share_of
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
+from data.prepare.encode import Demonstration, Item, Preference, Prompt
+from data.prepare.split import PHASES, share_of
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row

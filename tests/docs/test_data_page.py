@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from data.build.mixture import FOLDER, open_origin
-from data.build.pack import CROSS_TEXT_ATTENTION
+from data.prepare.mixture import FOLDER, open_origin
+from data.prepare.pack import CROSS_TEXT_ATTENTION
 from data.preview import command as preview
 from rlhf import errors, plugins
 from rlhf.chain import command as train

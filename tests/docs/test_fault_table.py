@@ -226,8 +226,8 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     ),
     # Ctrl-C, SIGTERM and SIGKILL while rows are tokenised
     102: (
-        "data/build/test_forked.py::test_a_failing_job_ends_the_others",
-        "data/build/test_forked.py::test_no_process_outlives_its_parent",
+        "data/prepare/test_forked.py::test_a_failing_job_ends_the_others",
+        "data/prepare/test_forked.py::test_no_process_outlives_its_parent",
         "faults/test_signals.py::test_a_chain_that_tokenises_ends_whole",
     ),
     # a disk that is full anywhere else; the modes of files
@@ -239,7 +239,7 @@ ROWS_C: dict[int, tuple[str, ...]] = {
     ),
     104: ("rlhf/storage/test_full_disk.py::test_a_model_that_cannot_be_written_is_one_line",),
     # the cache of tokenised rows
-    105: ("data/build/test_cache.py::test_a_changed_entry_is_not_read",),
+    105: ("data/prepare/test_cache.py::test_a_changed_entry_is_not_read",),
     # what strangers wrote, made to take all time or memory: rows, YAML, tokenizers, templates
     106: ("data/test_faults.py::test_a_bad_row_stops_the_run",),
     107: ("rlhf/config/test_config.py::test_a_mistake_in_a_file_names_the_file_and_the_place",),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from rlhf import rewards
 from rlhf.config.options import RunOptions
 from rlhf.training.reporting import Reporter

@@ -29,7 +29,7 @@ TEXT_AND_PLACES = {
 OF_THE_ROWS = {"data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length"}
 """every run has values of its own for them, and trains on the rows that they choose"""
 TESTED_ELSEWHERE = {"truncate", "max_dropped", "skip_bad_rows", "max_bad_steps", "dropout"}
-"""tests/data/build/, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
+"""tests/data/prepare/, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
 HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
 """how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
 REPORTED = {"export_rollouts"}

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = (
     "train", "rlhf.__main__", "rlhf.cli", "rlhf.chain",
     "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
-    "data.preview", "data.sources", "data", "data.build", "data.read", "data.config",
+    "data.preview", "data.sources", "data", "data.prepare", "data.read", "data.config",
     "rlhf.chat", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
     "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models",
     "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",

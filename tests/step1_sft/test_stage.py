@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.batches import Batches
-from data.build.encode import Demonstration
+from data.prepare.encode import Demonstration
 from rlhf.types import Sequences
 from step1_sft import stage
 from step1_sft.config import SFTConfig

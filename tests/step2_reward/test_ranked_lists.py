@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from data.build.pipeline import batch_elements
+from data.prepare.pipeline import batch_elements
 from rlhf.engine.training import Engine
 from rlhf.models.scalar import score_joined, score_separately
 from rlhf.supervised.runner import batches_for

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.batches import pair_batch
-from data.build.encode import Preference
+from data.prepare.encode import Preference
 from rlhf.maths import losses
 from step2_reward import objectives
 from step2_reward.config import RewardConfig

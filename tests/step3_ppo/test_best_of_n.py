@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from rlhf import plugins
 from rlhf.config import validate
 from rlhf.distributed import collectives

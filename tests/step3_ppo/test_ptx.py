@@ -10,10 +10,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from data.build.encode import Demonstration
-from data.build.pack import CROSS_TEXT_ATTENTION
-from data.build.split import share_of
 from data.dataset import Recipe, open_datasets
+from data.prepare.encode import Demonstration
+from data.prepare.pack import CROSS_TEXT_ATTENTION
+from data.prepare.split import share_of
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses

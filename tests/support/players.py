@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.build.encode import Demonstration, Prompt
+from data.prepare.encode import Demonstration, Prompt
 from rlhf import adapters, plugins, rewards
 from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA

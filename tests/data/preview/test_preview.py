@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
+from data.prepare.encode import Demonstration
 from data.preview import command, show
 from rlhf import console, errors
 from rlhf.shipped import ROOT

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
+from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer
 from tests.support.texts import words_tokenizer

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from huggingface_hub import constants
 
-from data.build.mixture import open_origin, parse_data_path
+from data.prepare.mixture import open_origin, parse_data_path
 from data.read.paths import TableConfig, open_path
 from data.read.records import Skipped
 from rlhf.errors import UserError

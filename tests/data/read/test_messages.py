@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from data.build.encode import Demonstration, RowEncoder, divided
-from data.build.gather import row_from_json, row_to_json
-from data.build.owners import unusable_reason
 from data.config import DataOptions
+from data.prepare.encode import Demonstration, RowEncoder, divided
+from data.prepare.gather import row_from_json, row_to_json
+from data.prepare.owners import unusable_reason
 from data.read.records import Skipped
 from data.sources.files import parse
 from rlhf.errors import UserError

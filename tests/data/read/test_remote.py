@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from data.build.mixture import parse_data_path
+from data.prepare.mixture import parse_data_path
 from data.read import remote
 from data.read.paths import TableConfig, open_path
 from rlhf.errors import UserError

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from data.build.split import PHASES
+from data.prepare.split import PHASES
 from data.read.records import Unusable
 from data.read.shapes import SHAPES, Shape, ShapeMatch, match_shape
 from data.read.table import Labelled, Ranked, Unanswered, phase_rows

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from data.read.dialogues import parse_transcript
 from data.sources.hh_rlhf import parse_pair
 from rlhf.errors import UserError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from data.build.mixture import open_origin, parse_data_path
+from data.prepare.mixture import open_origin, parse_data_path
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.types import Message, Row

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from data.read.records import Skipped
 from data.sources.rt_polarity import detokenize
 from rlhf.errors import UserError

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from data.sources.demo import SUBJECTS, Demo
 from data.sources.demo import Config as World
 from rlhf import console, errors, plugins

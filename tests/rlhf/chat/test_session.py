@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from data.read.records import Skipped
 from rlhf.chain.chat import BY_NAME
 from rlhf.chat import session as sessions

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from rlhf.chat import votes
 from rlhf.types import Row
 from tests.support.browser import CHROMIUM, Page, open_browser

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import transformers
 
-from data.build.mixture import open_origin
+from data.prepare.mixture import open_origin
 from data.read.records import Skipped
 from rlhf.errors import UserError
 from rlhf.evaluation import label_pairs, pairs

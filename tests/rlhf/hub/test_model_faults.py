@@ -12,7 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
 from data.batches import prompt_batch, sft_batch
-from data.build.encode import Demonstration, Prompt
+from data.prepare.encode import Demonstration, Prompt
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
@@ -37,7 +37,7 @@ ROWS: dict[int, tuple[str, ...]] = {
         "rlhf/hub/test_model_faults.py::test_a_critic_of_other_ids_is_refused_though_its_vocabulary_is_as_large",
         "contracts/test_rewards.py::test_a_swapped_pair_of_ids_makes_another_tokenizer",
         "contracts/test_rewards.py::test_a_model_with_another_tokenizer_gets_the_text_in_its_own_template",
-        "data/build/test_cache.py::test_whatever_matters_makes_another_set",
+        "data/prepare/test_cache.py::test_whatever_matters_makes_another_set",
     ),
     # more tokens than rows of the embedding, and fewer
     62: (

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AddedToken, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from data.batches import pair_batch
-from data.build.encode import Preference, RowEncoder
 from data.config import DataOptions
+from data.prepare.encode import Preference, RowEncoder
 from rlhf import rewards
 from rlhf.models import reading
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_joined, score_separately

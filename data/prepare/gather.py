@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from data.build.mixture import Origin, origins_of_other_phases
-from data.build.owners import PromptOwners, unusable_reason
-from data.build.split import PHASES, group_digest, share_of_points, text_digest
 from data.config import DataOptions
+from data.prepare.mixture import Origin, origins_of_other_phases
+from data.prepare.owners import PromptOwners, unusable_reason
+from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
 from data.read.columns import first_user_text
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError

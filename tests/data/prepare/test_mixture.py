@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data.build.mixture import open_origin, origins, parse_data_path
 from data.config import DataOptions
+from data.prepare.mixture import open_origin, origins, parse_data_path
 from rlhf.errors import UserError
 from rlhf.types import Row
 

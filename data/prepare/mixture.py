@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data.build.split import PHASES
 from data.config import DataOptions
+from data.prepare.split import PHASES
 from data.read.contract import checked_rows
 from data.read.paths import is_hub_id, refuse_loading_script
 from data.read.records import DataSource, Phase, Skipped

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data.build.forked import run_forked
+from data.prepare.forked import run_forked
 from rlhf.errors import UserError
 from tests.support.processes import alive, until
 
@@ -56,7 +56,7 @@ def test_no_process_outlives_its_parent(number: int, to_all: bool, code: int, tm
     mark = f"mark-{tmp_path.name}-{os.getpid()}"
     program = (
         "import sys, time; from functools import partial; from pathlib import Path\n"
-        "from data.build.forked import run_forked; from rlhf.errors import run_as_user\n"
+        "from data.prepare.forked import run_forked; from rlhf.errors import run_as_user\n"
         "def job(i): (Path(sys.argv[1]) / str(i)).touch(); time.sleep(300)\n"
         "sys.exit(run_as_user(lambda: run_forked([partial(job, i) for i in range(3)])))"
     )

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build import pack
-from data.build.encode import Demonstration
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
+from data.prepare import pack
+from data.prepare.encode import Demonstration
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
 BOS, EOS = 1, 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from data.build.gather import OTHER_PHASE, GatheredRows
-from data.build.mixture import Origin, hub_id, licence
-from data.build.split import OWN_GROUP, PHASES
-from data.build.store import read_items
 from data.config import DataOptions
+from data.prepare.gather import OTHER_PHASE, GatheredRows
+from data.prepare.mixture import Origin, hub_id, licence
+from data.prepare.split import OWN_GROUP, PHASES
+from data.prepare.store import read_items
 from data.read.records import Phase
 from rlhf.errors import UserError
 

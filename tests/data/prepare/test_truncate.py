@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.config import DataOptions
+from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
 from data.read.records import Phase
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import prepare_tokenizer

@@ -10,9 +10,9 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data import dataset
-from data.build import cache
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, open_datasets
+from data.prepare import cache
 from data.preview.command import PreviewConfig
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -186,12 +186,12 @@ def test_ids_are_stored_as_small_as_they_can_be(home: Path) -> None:
 
 
 IN_A_FRESH_PROCESS = """
-import data.build.store
+import data.prepare.store
 from data.dataset import Recipe, open_datasets
-from tests.data.build.test_cache import options, tokenizer
+from tests.data.prepare.test_cache import options, tokenizer
 from pathlib import Path
 
-data.build.store.PARALLEL_MIN_ROWS = 50
+data.prepare.store.PARALLEL_MIN_ROWS = 50
 given = options(data_workers=2).model_copy(update={"data_cache": "other"})
 open_datasets(given, Recipe("sft"), tokenizer(Path.cwd()))
 """

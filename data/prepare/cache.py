@@ -25,7 +25,7 @@ from rlhf.errors import UserError
 from rlhf.shipped import ROOT
 
 REPORT = "report.json"
-CODE_PATHS = ("data/read", "data/sources", "data/build", "data/dataset.py", "rlhf/text", "rlhf/types.py")
+CODE_PATHS = ("data/read", "data/sources", "data/prepare", "data/dataset.py", "rlhf/text", "rlhf/types.py")
 """code that determines token ids; a change of other code, such as the preview, leaves the cache valid"""
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "datasets", "pyarrow")
 

@@ -6,8 +6,17 @@ import re
 import numpy as np
 import pytest
 
-from data.build.split import PHASES, blend, group_of, normalise, order_by_group, share_of, share_of_points, text_digest
 from data.config import DataOptions
+from data.prepare.split import (
+    PHASES,
+    blend,
+    group_of,
+    normalise,
+    order_by_group,
+    share_of,
+    share_of_points,
+    text_digest,
+)
 from rlhf.types import Message, Row
 
 

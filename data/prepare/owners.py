@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.build.mixture import Origin, open_origin
-from data.build.split import PHASES, group_digest, phase_of_point
 from data.config import DataOptions
+from data.prepare.mixture import Origin, open_origin
+from data.prepare.split import PHASES, group_digest, phase_of_point
 from data.read.records import Phase
 from rlhf.types import Row
 

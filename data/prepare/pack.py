@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 
-from data.build.store import read_items
+from data.prepare.store import read_items
 
 BATCH_TEXTS = 1000
 CROSS_TEXT_ATTENTION = (

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Preference
-from data.build.split import PHASES, group_digest
 from data.config import DataOptions
 from data.dataset import PromptDataset, Recipe, open_datasets
+from data.prepare.encode import Preference
+from data.prepare.split import PHASES, group_digest
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import prepare_tokenizer

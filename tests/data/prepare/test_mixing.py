@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Prompt
-from data.build.split import PHASES
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, fingerprints, open_datasets
+from data.prepare.encode import Prompt
+from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 

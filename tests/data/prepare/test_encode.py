@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from data.build.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
-from data.build.split import PHASES
 from data.config import DataOptions
+from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
+from data.prepare.split import PHASES
 from rlhf.text import rendering
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer

@@ -10,9 +10,9 @@ from typing import Any
 import datasets
 import numpy as np
 
-from data.build.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder, Truncation
-from data.build.forked import run_forked
-from data.build.gather import row_from_json, row_to_json
+from data.prepare.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder, Truncation
+from data.prepare.forked import run_forked
+from data.prepare.gather import row_from_json, row_to_json
 from data.read.records import Phase
 from rlhf.console import status
 from rlhf.text.encoder import id_count
@@ -47,7 +47,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
 
 
 def to_columns(phase: Phase, encoded: Sequence[Encoded], texts: Sequence[str]) -> Columns:
-    """The columns of a batch of rows. texts: the rows as JSON, as `data.build.gather` wrote them."""
+    """The columns of a batch of rows. texts: the rows as JSON, as `data.prepare.gather` wrote them."""
     columns: Columns = {name: [] for name in features(phase, 0)}
     for result, text in zip(encoded, texts, strict=True):
         if isinstance(result, str):

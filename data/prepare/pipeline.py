@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from data.build.encode import LossOn, RowEncoder, divided
-from data.build.gather import GatheredRows, gather, one_row
-from data.build.mixture import Origin
-from data.build.pack import pack
-from data.build.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
-from data.build.split import blend, order_by_group
-from data.build.store import encode_file
 from data.config import DataOptions
+from data.prepare.encode import LossOn, RowEncoder, divided
+from data.prepare.gather import GatheredRows, gather, one_row
+from data.prepare.mixture import Origin
+from data.prepare.pack import pack
+from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
+from data.prepare.split import blend, order_by_group
+from data.prepare.store import encode_file
 from data.read.records import Phase
 from rlhf.errors import UserError
 from rlhf.launch.launcher import cores
