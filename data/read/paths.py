@@ -27,7 +27,7 @@ METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json"
 FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
 HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
-READ_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError)
+READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError)
 """errors of reading a damaged directory"""
 NO_PARTS = "files have no parts; name the files, for example by a pattern: 'data/train*'"
 BATCH_ROWS = 256
@@ -172,17 +172,6 @@ def _file_digest(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-@contextlib.contextmanager
-def _reading(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raises: UserError of one line for any of `errors` inside the block. name: what is read."""
-    try:
-        yield
-    except UserError:
-        raise
-    except errors as error:
-        raise UserError(f"{name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
-
-
 @dataclass(frozen=True, slots=True)
 class DataFiles:
     """Data files on a disk, in an object store or on a web server. They have no splits."""
@@ -251,7 +240,7 @@ class SavedDataset:
         import pyarrow
 
         _refuse_options(self.name, config, ("subset", "data_dir", "lines"), "a saved dataset has splits only")
-        with _reading(self.name, *READ_ERRORS, pyarrow.ArrowException):
+        with refuse_failures(self.name, *READ_ERRORS, pyarrow.ArrowException):
             saved = datasets.load_from_disk(str(self.folder))
             if isinstance(saved, datasets.DatasetDict):
                 yield from _dataset_records(_choose_split(self.name, saved, split), f"{self.name}/{split}")
@@ -287,7 +276,7 @@ class HubDataset:
             return
         rows = _choose_split(self.name, splits, split)
         location = f"{self.name}/{split}"
-        with _reading(location, OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
+        with refuse_failures(location, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
             if not config.streaming:
                 yield from _dataset_records(rows, location)
             else:

@@ -86,15 +86,18 @@ def find_files(url: str) -> list[RemoteFile]:
 
 
 @contextlib.contextmanager
-def refuse_failures(name: object) -> Iterator[None]:
-    """Raises: UserError if reading a file of a disk or a store fails inside the block. name: what is read."""
+def refuse_failures(name: object, *errors: type[Exception]) -> Iterator[None]:
+    """Raises: UserError if reading a file of a disk or a store fails inside the block, or for any of `errors`.
+
+    name: what is read
+    """
     try:
         yield
     except UserError:
         raise
-    except _request_errors() as error:
+    except (*_request_errors(), *errors) as error:
         missing = isinstance(error, FileNotFoundError) and not error.strerror  # a store says only the name
-        reason = "no such file" if missing else getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        reason = "no such file" if missing else getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise UserError(f"{name}: cannot be read: {reason or type(error).__name__}") from None
 
 
