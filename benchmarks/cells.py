@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -154,15 +154,29 @@ def train_model(options: CellOptions, variant: Variant, seed: int, directory: Pa
         REWARD_MODELLING.run(chain.reward)
 
 
-def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
+Measure = Callable[[Any, int], Mapping[str, float]]
+"""(options of a finished step 3, seed) -> more metrics of its cell"""
+
+
+def run_cell(options: CellOptions, variant: Variant, seed: int, measure: Measure | None = None) -> None:
     """Step 3 of a variant, with the judge as a reward source of weight 0; writes the cell and removes the run."""
     from step3_ppo import stage
 
     path = cell_file(options, variant, seed)
-    sft, reward = model_directories(options, variant, seed)
-    directory = path.with_suffix("")
-    shutil.rmtree(directory, ignore_errors=True)
+    ppo = step3_options(options, variant, seed)
+    shutil.rmtree(ppo.output_dir, ignore_errors=True)
     start = time.process_time()
+    stage.run(ppo)
+    cell = read_run(variant.name, seed, Path(ppo.output_dir) / "step3_ppo", time.process_time() - start)
+    more = {} if measure is None else measure(ppo, seed)
+    write_cell(path, replace(cell, metrics={**cell.metrics, **more}))
+    shutil.rmtree(ppo.output_dir)
+
+
+def step3_options(options: CellOptions, variant: Variant, seed: int) -> Any:
+    """The options of step 3, with the judge as a reward source of weight 0."""
+    directory = cell_file(options, variant, seed).with_suffix("")
+    sft, reward = model_directories(options, variant, seed)
     seeds = ("--seed", str(seed), "--data-seed", str(seed), "--output-dir", str(directory))
     models = {f"{{{other.name}}}": str(model_directories(options, other, seed)[1]) for other in variant.named}
     ppo = resolve_chain([*options.words, *seeds, *(models.get(word, word) for word in variant.words)]).ppo
@@ -173,9 +187,7 @@ def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
         "reward_model": ppo.reward_model or str(reward),
         "reward": (*ppo.reward, f"0*{ppo.judge}"),
     }
-    stage.run(ppo.model_copy(update=changes))
-    write_cell(path, read_run(variant.name, seed, directory / "step3_ppo", time.process_time() - start))
-    shutil.rmtree(directory)
+    return ppo.model_copy(update=changes)
 
 
 def read_run(variant: str, seed: int, stage: Path, seconds: float) -> Cell:
@@ -269,7 +281,7 @@ def run_models(options: CellOptions, variants: Sequence[tuple[Variant, int]]) ->
     run_jobs(jobs, options.processes)
 
 
-def run_grid(options: CellOptions, variants: Sequence[Variant]) -> list[Cell]:
+def run_grid(options: CellOptions, variants: Sequence[Variant], measure: Measure | None = None) -> list[Cell]:
     """The cells of all variants and seeds that are finished after this call; those of a seed one after the other, so
     that an interrupted call leaves whole seeds."""
     grid = [(variant, seed) for seed in range(options.seeds) for variant in variants]
@@ -278,7 +290,7 @@ def run_grid(options: CellOptions, variants: Sequence[Variant]) -> list[Cell]:
     jobs = []
     for variant, seed in todo:
         log = _logs(options) / f"{cell_file(options, variant, seed).stem}.log"
-        jobs.append(Job(f"{variant.name}, seed {seed}", partial(run_cell, options, variant, seed), log))
+        jobs.append(Job(f"{variant.name}, seed {seed}", partial(run_cell, options, variant, seed, measure), log))
     run_jobs(jobs, options.processes)
     files = [cell_file(options, variant, seed) for variant, seed in grid]
     return [read_cell(path) for path in files if path.is_file()]

@@ -1,0 +1,197 @@
+"""`python -m benchmarks.efficiency`: how much of the possible gain does a run reach, and what brings it closer?
+
+Best-of-n of the SFT model comes close to the most that any policy gains at its KL (rlhf/maths/best_of_n.py). So a
+policy is described by three numbers: its KL, the n whose best-of-n has its score ("worth the best of n"), and its
+efficiency, which is its gain over that of best-of-n at the same KL. Both also by the judge, which no stage trains on:
+best-of-n then still chooses by the score.
+
+FILE of --variants is a YAML file of `name: options of train.py`, as of benchmarks.ablations. Each variant runs with
+every seed. Its policy gives some responses to each held-out prompt, the SFT model of the same seed many.
+
+Writes NAME.csv (a row for each run), the table in NAME.md, and NAME.svg. Runs that are finished are not repeated.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from benchmarks import page
+from benchmarks.cells import (
+    ROOT,
+    Cell,
+    CellOptions,
+    Job,
+    Variant,
+    read_variants,
+    run_grid,
+    run_jobs,
+    run_models,
+    step3_options,
+)
+from rlhf import errors
+from rlhf.config import parser
+from rlhf.errors import UserError
+from rlhf.maths import best_of_n
+from rlhf.maths.intervals import mean_interval
+
+NUMBERS = ("kl", "score", "judge", "worth", "judge_worth", "efficiency", "judge_efficiency")
+
+
+class Options(CellOptions):
+    """Which variants, and how many responses."""
+
+    variants: str = str(ROOT / "benchmarks" / "variants" / "efficiency.yaml")
+    """YAML file of the variants"""
+    seeds: int = Field(3, ge=1)
+    """seeds 0, 1, ...: of the models, the rows they learn from, and the sampling"""
+    start_samples: int = Field(512, ge=2)
+    """responses of the SFT model to each held-out prompt: as far as the curve of best-of-n goes"""
+    policy_samples: int = Field(16, ge=2)
+    """responses of each policy to each held-out prompt"""
+    output_dir: str = "runs/efficiency"
+    """directory of models and finished cells"""
+    results: str = "docs/results"
+    """directory of the report"""
+    name: str = "efficiency"
+    """name of the report's files"""
+
+    def folder(self, seed: int) -> Path:
+        """Of the held-out prompts of a seed and of what the SFT model responds to them."""
+        return Path(self.output_dir).absolute() / "start" / f"{seed}-{self.digest(str(self.start_samples))}"
+
+
+def respond(model: str, ppo: Any, prompts: Path, samples: int) -> dict[str, torch.Tensor]:
+    """Responses of a model to the prompts: score, judge and KL to the SFT model, [N, K] each.
+
+    ppo: options of step 3, which say how it samples and what it scores. score: with the penalty for no end
+    """
+    from rlhf.distributed import collectives
+    from rlhf.evaluation import comparison
+    from rlhf.evaluation.options import EvaluateConfig
+
+    shared = {name: getattr(ppo, name) for name in ("response_length", "temperature", "chat_template", "dtype")}
+    options = EvaluateConfig(
+        policies=(model,),
+        reference=ppo.actor_model,
+        prompts=str(prompts),
+        samples=samples,
+        reward=ppo.judge,
+        select_by=f"learned,model={ppo.reward_model}",
+        rollout_batch_size=512,
+        micro_batch_size=64,
+        **shared,
+    )
+    with collectives.process_group(ppo.timeout_s):
+        (found,) = comparison.measure_all(comparison.check(options)).values()
+    assert found.selector is not None
+    scores = found.selector - (ppo.missing_eos_penalty or 0.0) * (1 - found.ended)
+    return {"score": scores, "judge": found.scores, "kl": found.kl}
+
+
+def measure_start(options: Options, variant: Variant, seed: int) -> None:
+    """Write the held-out prompts of a seed, and the responses of its SFT model to them."""
+    from rlhf.text.prompt_file import format_prompt
+    from step3_ppo.inputs import check
+
+    ppo, folder = step3_options(options, variant, seed), options.folder(seed)
+    _, data = check(ppo)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = (data.evaluation[i].row for i in range(min(len(data.evaluation), ppo.eval_samples)))
+    lines = [json.dumps({"prompt": format_prompt(row.prompt)}) for row in rows]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    torch.save(respond(ppo.actor_model, ppo, folder / "prompts.jsonl", options.start_samples), folder / "start.pt")
+
+
+def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
+    """KL, score, judge's score, worth and efficiency of a tuned policy; NaN: best-of-n has no gain at its KL."""
+    folder = options.folder(seed)
+    start = torch.load(folder / "start.pt")
+    actor = str(Path(ppo.output_dir) / "step3_ppo" / "actor")
+    policy = respond(actor, ppo, folder / "prompts.jsonl", options.policy_samples)
+    numbers = {name: values.mean().item() for name, values in policy.items()}
+    for prefix, by in (("", "score"), ("judge_", "judge")):
+        before = start[by].mean(1)
+        gains = policy[by].mean(1) - before
+        best = best_of_n.expected_scores(start["score"], start[by]) - before[:, None]
+        efficiency = best_of_n.efficiency(gains, best, policy["kl"].mean(1))
+        numbers[f"{prefix}worth"] = best_of_n.worth(gains, best).mean
+        numbers[f"{prefix}efficiency"] = float("nan") if efficiency is None else efficiency.mean
+    return numbers
+
+
+def with_half_width(values: Sequence[float], digits: int) -> str:
+    """Their mean, and with two or more half of its 95 % interval."""
+    if len(values) < 2:
+        return f"{fmean(values):.{digits}f}"
+    return f"{fmean(values):.{digits}f} ± {mean_interval(torch.tensor(values)).half_width:.{digits}f}"
+
+
+def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
+    """Markdown: the mean of each number over the seeds; of the efficiencies with its interval."""
+    heads = ["variant", "seeds", "KL", "score", "judge", "worth the best of", "by the judge", "efficiency"]
+    lines = [f"| {' | '.join([*heads, 'by the judge', 'CPU s'])} |", "|---" * (len(heads) + 2) + "|"]
+    for name, cells in runs.items():
+        columns = {key: [cell.metrics[key] for cell in cells] for key in NUMBERS}
+        means = [f"{fmean(columns[key]):.{digits}f}" for key, digits in zip(NUMBERS, (2, 3, 3, 1, 1), strict=False)]
+        shares = [with_half_width(columns[key], 2) for key in NUMBERS[5:]]
+        seconds = f"{fmean(cell.seconds for cell in cells):.0f}"
+        lines.append(f"| {' | '.join([name, str(len(cells)), *means, *shares, seconds])} |")
+    return lines
+
+
+def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], starts: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Score and judge's score against KL: best-of-n of the SFT models, and the mean of each variant."""
+    for panel, by in zip(axes, ("score", "judge"), strict=True):
+        curves = torch.stack([best_of_n.expected_scores(start["score"], start[by]).mean(0) for start in starts])
+        kls = [best_of_n.kl(n) for n in range(1, curves.shape[1] + 1)]
+        panel.plot(kls, curves.mean(0).tolist(), color="black", label="best of n of the SFT model")
+        for n in best_of_n.sizes(curves.shape[1]):
+            panel.annotate(str(n), (kls[n - 1], curves.mean(0)[n - 1].item()), (0, 4), textcoords="offset points")
+        for name, cells in runs.items():
+            x, y = (fmean(cell.metrics[key] for cell in cells) for key in ("kl", by))
+            panel.plot([x], [y], "o", label=name)
+        panel.set(xlabel="KL to the SFT model, nats per response", ylabel=f"{by}, mean of held-out prompts")
+        panel.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+
+
+def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> None:
+    """Write NAME.csv, the table of NAME.md, and NAME.svg. names: all variants, in their order."""
+    runs = {name: own for name in names if (own := [cell for cell in cells if cell.variant == name])}
+    results = Path(options.results)
+    results.mkdir(parents=True, exist_ok=True)
+    rows = [[c.variant, c.seed, *(f"{c.metrics[name]:.5g}" for name in NUMBERS), f"{c.seconds:.4g}"] for c in cells]
+    page.write_csv(results / f"{options.name}.csv", ["variant", "seed", *NUMBERS, "cpu_seconds"], rows)
+    page.write_table(results / f"{options.name}.md", table(runs))
+    starts = [torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})]
+    page.draw(results / f"{options.name}.svg", (1, 2), (14, 5.5), lambda axes: plot(axes, runs, starts))
+
+
+def main() -> int:
+    """Exit code 1 if a run failed."""
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.efficiency", "How much of the possible?")
+    variants = read_variants(options.variants)
+    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in variants])
+    starts = [
+        Job(f"best of n, seed {seed}", partial(measure_start, options, variants[0], seed), folder / "log.txt")
+        for seed in range(options.seeds)
+        if not ((folder := options.folder(seed)) / "start.pt").is_file()
+    ]
+    if run_jobs(starts, options.processes):
+        raise UserError(f"{options.output_dir}: the SFT model was not measured; see the logs named above")
+    cells = run_grid(options, variants, partial(measure_policy, options))
+    if not cells:
+        raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
+    report(cells, [variant.name for variant in variants], options)
+    return 0 if len(cells) == len(variants) * options.seeds else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run_as_user(main))

@@ -1,0 +1,49 @@
+"""What a policy is worth in samples, with responses whose best-of-n is known; nothing is trained."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import efficiency
+from benchmarks.cells import Cell
+
+START = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 3)
+"""the best of 2 of these four has a mean score of 5/6, the best of 3 of 1"""
+
+
+def test_a_policy_with_the_scores_of_best_of_2_is_worth_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge's scores are the negative ones, so that its best of n is the worst."""
+    options = efficiency.Options(output_dir=str(tmp_path))
+    options.folder(7).mkdir(parents=True)
+    torch.save({"score": START, "judge": -START, "kl": torch.zeros(3, 4)}, options.folder(7) / "start.pt")
+    asked = []
+
+    def respond(model: str, ppo: object, prompts: Path, samples: int) -> dict[str, torch.Tensor]:
+        asked.append((model, prompts, samples))
+        of_best = torch.full((3, 2), 5 / 6, dtype=torch.float64)
+        return {"score": of_best, "judge": of_best - 1.5, "kl": torch.full((3, 2), math.log(2) - 0.5)}
+
+    monkeypatch.setattr(efficiency, "respond", respond)
+    numbers = efficiency.measure_policy(options, SimpleNamespace(output_dir="run"), 7)
+    assert asked == [("run/step3_ppo/actor", options.folder(7) / "prompts.jsonl", 16)]
+    assert numbers["kl"] == pytest.approx(math.log(2) - 0.5) and numbers["judge"] == pytest.approx(-2 / 3)
+    assert numbers["worth"] == pytest.approx(2) and numbers["efficiency"] == pytest.approx(1)
+    assert math.isnan(numbers["judge_efficiency"]) and numbers["judge_worth"] == 1.0  # of what best-of-n loses
+
+
+def test_report(tmp_path: Path) -> None:
+    options = efficiency.Options(results=str(tmp_path / "docs"), output_dir=str(tmp_path))
+    cells = []
+    for seed, share in enumerate((0.5, 0.6, 0.7)):
+        options.folder(seed).mkdir(parents=True)
+        torch.save({"score": START, "judge": START, "kl": START}, options.folder(seed) / "start.pt")
+        numbers = dict(zip(efficiency.NUMBERS, (2.0 + seed, 0.5, 0.4, 3.0, 2.5, share, 0.9), strict=True))
+        cells.append(Cell("some", seed, (), (), (), numbers, 10.0))
+    efficiency.report(cells, ["not run", "some"], options)
+    table = (tmp_path / "docs" / "efficiency.md").read_text().splitlines()
+    # t of 2 degrees of freedom is 4.303: 4.303 * 0.1 / sqrt(3) = 0.248
+    assert table[2:] == ["| some | 3 | 3.00 | 0.500 | 0.400 | 3.0 | 2.5 | 0.60 ± 0.25 | 0.90 ± 0.00 | 10 |"]
+    assert (tmp_path / "docs" / "efficiency.csv").read_text().splitlines()[1] == "some,0,2,0.5,0.4,3,2.5,0.5,0.9,10"
