@@ -33,7 +33,7 @@ class KLOptions(Step3Config):
     kl_budget: float | None = Field(None, gt=0)
     """KL of a response, nats, that the run spends: kl_coef starts at what the spread of the scores says, and is changed
     in each iteration so that the KL reaches the budget at the end; keep_best skips policies above it. In place of
-    kl_coef, kl_target and abort_kl; none: no budget"""
+    kl_coef, which has no effect then, and of kl_target and abort_kl; none: no budget"""
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -43,10 +43,12 @@ class KLOptions(Step3Config):
 
     @model_validator(mode="after")
     def _budget_is_alone(self) -> Self:
-        for name in ("kl_coef", "kl_target", "abort_kl") if self.kl_budget is not None else ():
-            value, default = getattr(self, name), type(self).model_fields[name].default
-            if value != default:
-                raise ValueError(f"kl_budget {self.kl_budget:g}: expected {name} {default}, its default, got {value:g}")
+        for name in ("kl_target", "abort_kl") if self.kl_budget is not None else ():
+            value = getattr(self, name)
+            if value is not None:
+                raise ValueError(
+                    f"kl_budget {self.kl_budget:g}: expected no {name}, got {value:g}; leave one out"
+                )
         return self
 
     def score_scale(self, deviation: float) -> float:
@@ -83,6 +85,14 @@ class KLController:
         self._options = options
         self._first = 0.0 if options is None or options.kl_budget is not None else options.kl_coef
         self.coef = self._base = self._first
+
+    @property
+    def note(self) -> str | None:
+        """What the user is told of a `kl_coef` beside a budget, which a recipe may have."""
+        o = self._options
+        if o is None or o.kl_budget is None or o.kl_coef == type(o).model_fields["kl_coef"].default:
+            return None
+        return f"kl_coef {o.kl_coef:g} has no effect: kl_budget {o.kl_budget:g} finds the coefficient"
 
     @property
     def moves(self) -> bool:

@@ -142,14 +142,21 @@ def test_grpo_weighs_the_kl_against_scores_over_their_deviation() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kl_coef": 0.2}, "kl_budget 2: expected kl_coef 0.05, its default, got 0.2"),
-        ({"kl_target": 1.0}, "kl_budget 2: expected kl_target None, its default, got 1"),
-        ({"abort_kl": 9.0}, "kl_budget 2: expected abort_kl None, its default, got 9"),
+        ({"kl_target": 1.0}, "kl_budget 2: expected no kl_target, got 1; leave one out"),
+        ({"abort_kl": 9.0}, "kl_budget 2: expected no abort_kl, got 9; leave one out"),
     ],
 )
 def test_a_budget_decides_alone(options: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         validate(Config, {"kl_budget": 2.0, **options}, "x")
+
+
+def test_a_budget_serves_a_recipe_with_a_coefficient_and_says_it() -> None:
+    control = spender(2.0, kl_coef=0.5)
+    assert control.note == "kl_coef 0.5 has no effect: kl_budget 2 finds the coefficient"
+    control.observe(0.0, 3.0, 0)
+    assert control.coef == pytest.approx(0.4 * 3 / math.sqrt(2 * 2))
+    assert spender(2.0).note is None and controller(0.5, 2.0).note is None
 
 
 def test_a_policy_above_the_budget_is_not_the_best() -> None:
