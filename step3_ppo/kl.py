@@ -46,9 +46,7 @@ class KLOptions(Step3Config):
         for name in ("kl_target", "abort_kl") if self.kl_budget is not None else ():
             value = getattr(self, name)
             if value is not None:
-                raise ValueError(
-                    f"kl_budget {self.kl_budget:g}: expected no {name}, got {value:g}; leave one out"
-                )
+                raise ValueError(f"kl_budget {self.kl_budget:g}: expected no {name}, got {value:g}; leave one out")
         return self
 
     def score_scale(self, deviation: float) -> float:

@@ -54,7 +54,7 @@ def test_a_stage_that_crashed_starts_again_by_itself(whole: harness.Whole, tmp_p
         (1, "write:0:6:kill9", [2]),
         (1, "rename:0:2:kill9", [2]),
         (1, "renamed:0:2:kill9", [2, 4]),
-        (1, "export:0:1:kill9", [4, 6]),  # with all steps done, while the model is written
+        (1, "export:0:1:kill9", [6, 8]),  # with all steps done, while the model is written
     ],
 )
 def test_killed_while_it_saves(

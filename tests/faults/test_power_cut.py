@@ -1,6 +1,7 @@
 """A power cut in earnest: the image of an ext4 disk, copied while a chain writes to it, is what the disk then has."""
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -72,7 +73,8 @@ def test_a_power_cut_in_training_leaves_the_last_checkpoint(disk: Path, whole: h
     with harness.running(out, harness.chain(out, "--steps", "1"), "step:0:6:sleep:300") as run:
         run.reached()
         with after_power_cut(disk) as mount:
-            run.signal(signal.SIGKILL)
+            for process in harness.processes(run.id):  # the stage would outlive its launcher by the grace period
+                os.kill(process, signal.SIGKILL)
             again = harness.run(mount / "out", harness.chain(mount / "out", "--steps", "1"))
             again.require(0, "resumes after step 4")
             assert "are lost" not in again.output

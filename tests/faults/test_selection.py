@@ -15,7 +15,7 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "out"
-    harness.run(out, harness.chain(out, "--steps", "1")).require(0, "7 of 7")
+    harness.run(out, harness.chain(out, "--steps", "1")).require(0, "8 of 8")
     return out
 
 

@@ -62,7 +62,8 @@ def test_sigterm_in_the_middle_of_generation_waits_for_the_iteration(
     out = harness.after_stages(whole(1, 2), tmp_path / "out", 3)
     long = ["--ppo.response-length", "60", "--ppo.max-length", "100", "--ppo.batch-size", "256"]
     long += ["--ppo.total-episodes", "1024", "--ppo.rollout-batch-size", "256"]
-    ended = harness.run(out, harness.chain(out, "--steps", "3", *long), "generate:0:2:parent-sigterm")
+    fault = "generate:0:3:parent-sigterm"  # twice responses are sampled before training
+    ended = harness.run(out, harness.chain(out, "--steps", "3", *long), fault)
     require_saved(ended, 3, TERMINATED, "SIGTERM")
     [first] = [row for row in harness.rows(out, 3) if row["kind"] == "train"]
     record_property("seconds_to_the_end", ended.after)
