@@ -155,7 +155,7 @@ STEP3: Table = {
     "temperature": [1.7],
     "rollout_batch_size": [2],
     "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
-    "abort_kl": [alone(2.2, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
+    "abort_kl": [alone(1.2, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
     "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
     "entropy_coef": [0.3],
