@@ -51,6 +51,8 @@ from step2_reward.plan import workload
 
 MEASURED = 20_000
 """training pairs of which the bag of words learns"""
+Computed = Sequence[Sequences | JoinedPairs]
+"""what the model computed for a micro-batch of pairs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +82,24 @@ def train(
 ) -> Iterator[Metrics]:
     """The algorithm: score both responses of each pair, and descend on the objective of the scores."""
     for step in steps:
-        rows: list[Sequences | JoinedPairs] = []
+        passes: list[tuple[Pairs, Computed]] = []
 
-        def loss(pairs: Pairs, count: Tensor = step.count, rows: list[Sequences | JoinedPairs] = rows) -> Loss:
+        def loss(pairs: Pairs, count: Tensor = step.count, passes: list[tuple[Pairs, Computed]] = passes) -> Loss:
             output = pair_scores(reward, pairs)  # r(x, chosen), r(x, rejected)
-            rows.extend(output.rows)
+            passes.append((pairs, output.rows))
             return pair_loss(objective, output, pairs, count)
 
         metrics = reward.step(step.micros, loss, step.rows)
-        tokens = collectives.sum_over_ranks(torch.tensor(sum(int(computed.mask.sum()) for computed in rows))).item()
-        padding = 0.0 if reward.module.packs else padding_share(rows)
+        tokens = collectives.sum_over_ranks(torch.tensor(sum(counted_tokens(*each) for each in passes))).item()
+        padding = 0.0 if reward.module.packs else padding_share([rows for _, computed in passes for rows in computed])
         yield {**metrics, "tokens": tokens, "tokens_learned": 0, "padding": padding}  # no language-model head learns
+
+
+def counted_tokens(pairs: Pairs, computed: Computed) -> int:
+    """Tokens of the pairs with a weight, so not of the pair that is repeated to fill an incomplete batch."""
+    assert pairs.weight is not None
+    counts = pairs.weight.cpu() != 0
+    return sum(int(rows.mask.cpu()[counts.repeat(len(rows.mask) // len(counts))].sum()) for rows in computed)
 
 
 def pair_loss(objective: Objective, output: PairOutput, pairs: Pairs, count: Tensor) -> Loss:

@@ -182,8 +182,10 @@ class TestEveryClass:
 
     @pytest.mark.parametrize("stage", STAGES[:2])  # sampling in bf16 turns a rounding into another token
     def test_clipping_under_zero_3_in_bf16(self, stage: str, run: Run) -> None:
+        """The norm of the gradient is summed in another order, so what is clipped by it may round to the other
+        neighbour: the bounds of test_parts_in_bf16."""
         one, other = (run(stage, 2, dtype="bf16", zero_stage=number) for number in (1, 3))
-        require_alike(one, other, 5e-3, 1e-5)
+        require_alike(losses_of(one), losses_of(other), most=2**-7, mean=2**-9 * 0.05, numbers=10 * 2**-9)
 
     @pytest.mark.parametrize("stage", STAGES)
     def test_two_processes_with_half_the_rows(self, stage: str, run: Run) -> None:
