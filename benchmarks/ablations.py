@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from benchmarks import page
-from benchmarks.cells import ROOT, Cell, CellOptions, read_variants, run_grid
+from benchmarks.cells import ROOT, Cell, CellOptions, read_variants, report_grid
 from benchmarks.frontier import local_line
 from rlhf import errors
 from rlhf.config import parser
@@ -172,12 +172,7 @@ def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> Non
 def main() -> int:
     """Exit code 1 if a run failed."""
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.ablations", "Options at equal KL.")
-    variants = read_variants(options.variants)
-    cells = run_grid(options, variants)
-    if not cells:
-        raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
-    report(cells, [variant.name for variant in variants], options)
-    return 0 if len(cells) == len(variants) * options.seeds else 1
+    return report_grid(options, read_variants(options.variants), report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -55,6 +55,9 @@ class CellOptions(parser.Config):
         """Of the recipe's text, the options of all runs, and these words."""
         recipe = Path(self.recipe).read_text(encoding="utf-8")
         return hashlib.sha256(repr((recipe, self.options, words)).encode()).hexdigest()[:8]
+
+
+GridOptions = TypeVar("GridOptions", bound=CellOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,23 @@ def run_grid(options: CellOptions, variants: Sequence[Variant], measure: Measure
     run_jobs(jobs, options.processes)
     files = [cell_file(options, variant, seed) for variant, seed in grid]
     return [read_cell(path) for path in files if path.is_file()]
+
+
+def report_grid(
+    options: GridOptions,
+    variants: Sequence[Variant],
+    report: Callable[[Sequence[Cell], Sequence[str], GridOptions], None],
+    measure: Measure | None = None,
+) -> int:
+    """Run the grid and report its cells, with the names of all variants. Returns 1 if a run failed, else 0.
+
+    Raises: UserError if no run is finished.
+    """
+    cells = run_grid(options, variants, measure)
+    if not cells:
+        raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
+    report(cells, [variant.name for variant in variants], options)
+    return 0 if len(cells) == len(variants) * options.seeds else 1
 
 
 def _logs(options: CellOptions) -> Path:

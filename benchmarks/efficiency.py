@@ -30,7 +30,7 @@ from benchmarks.cells import (
     Job,
     Variant,
     read_variants,
-    run_grid,
+    report_grid,
     run_jobs,
     run_models,
     step3_options,
@@ -117,9 +117,8 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
     policy = respond(actor, ppo, folder / "prompts.jsonl", options.policy_samples)
     numbers = {name: values.mean().item() for name, values in policy.items()}
     for prefix, by in (("", "score"), ("judge_", "judge")):
-        before = start[by].mean(1)
-        gains = policy[by].mean(1) - before
-        best = best_of_n.expected_scores(start["score"], start[by]) - before[:, None]
+        gains = policy[by].mean(1) - start[by].mean(1)
+        best = best_of_n.expected_gains(start["score"], start[by])
         efficiency = best_of_n.efficiency(gains, best, policy["kl"].mean(1))
         numbers[f"{prefix}worth"] = best_of_n.worth(gains, best).mean
         numbers[f"{prefix}efficiency"] = float("nan") if efficiency is None else efficiency.mean
@@ -186,11 +185,7 @@ def main() -> int:
     ]
     if run_jobs(starts, options.processes):
         raise UserError(f"{options.output_dir}: the SFT model was not measured; see the logs named above")
-    cells = run_grid(options, variants, partial(measure_policy, options))
-    if not cells:
-        raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
-    report(cells, [variant.name for variant in variants], options)
-    return 0 if len(cells) == len(variants) * options.seeds else 1
+    return report_grid(options, variants, report, partial(measure_policy, options))
 
 
 if __name__ == "__main__":

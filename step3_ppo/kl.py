@@ -93,17 +93,16 @@ class KLController:
         return f"kl_coef {o.kl_coef:g} has no effect: kl_budget {o.kl_budget:g} finds the coefficient"
 
     @property
-    def moves(self) -> bool:
-        """Whether there is a target or a budget."""
-        return self._options is not None and (self._options.kl_budget or self._options.kl_target) is not None
+    def target(self) -> float | None:
+        """The budget or the target, nats; None: the coefficient is constant."""
+        return None if self._options is None else self._options.kl_budget or self._options.kl_target
 
     def observe(self, kl: float, score_deviation: float, iteration: int) -> None:
         """With the rollout of an iteration, which has a number from 0 without those in which only the critic learns.
 
         kl: mean over its responses of the KL summed over a response, nats. score_deviation: over its responses
         """
-        o = self._options
-        target = None if o is None else o.kl_budget or o.kl_target
+        o, target = self._options, self.target
         if o is None or target is None:
             return
         assert math.isfinite(kl), f"the KL is {kl}"

@@ -79,7 +79,8 @@ class Learner:
 
     def steer(self, iteration: Iteration, rollout: ScoredRollout) -> Iteration:
         """The iteration with its coefficient of the KL, which follows from the KL of its own shaped rollout."""
-        if self.kl.moves and not iteration.pretrains_critic:  # the policy of a warm-up is still the reference
+        # The policy of a warm-up is still the reference.
+        if self.kl.target is not None and not iteration.pretrains_critic:
             kl, deviation = kl_and_deviation(rollout)
             self.kl.observe(kl, deviation, iteration.number - self.config.critic_warmup_iterations)
         return replace(iteration, kl_coef=self.kl.coef)

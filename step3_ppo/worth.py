@@ -104,9 +104,9 @@ def worth(start: Tensor | None, before: Evaluation, after: Evaluation) -> Metric
     for samples, (name, old, new) in zip(start, pairs, strict=False):
         if old is None or new is None or not new.isfinite().all():
             continue
-        mean, own = samples.mean(1), old.double().clone()
-        own[: len(mean)] = mean
-        gains, best = new.double() - own, best_of_n.expected_scores(start[0], samples) - mean[:, None]
+        mean_before = old.double().clone()
+        mean_before[: len(samples)] = samples.mean(1)
+        gains, best = new.double() - mean_before, best_of_n.expected_gains(start[0], samples)
         n = best_of_n.worth(gains, best)
         names = (f"eval_{name}_worth_{end}" for end in ("best_of", "low", "high"))
         metrics |= dict(zip(names, (n.mean, n.low, n.high), strict=True))

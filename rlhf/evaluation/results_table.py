@@ -96,14 +96,13 @@ def policy_results(responses: dict[str, Responses]) -> list[PolicyResult]:
 def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> PolicyResult:
     gain = win_rate = at_equal_length = worth = None
     if baseline is not None:
-        gain = mean_interval(policy.scores.mean(1) - baseline.scores.mean(1))
+        gains = policy.scores.mean(1) - baseline.scores.mean(1)
+        gain = mean_interval(gains)
         wins = pair_wins(policy.scores, baseline.scores, _equal_responses(policy, baseline))
         win_rate = win_rate_interval(wins.mean(1))
         at_equal_length = length_controlled_win_rate(wins, pair_differences(policy.lengths, baseline.lengths))
         if baseline.selector is not None:
-            mean = baseline.scores.mean(1)
-            best = best_of_n.expected_scores(baseline.selector, baseline.scores) - mean[:, None]
-            worth = best_of_n.worth(policy.scores.mean(1) - mean, best)
+            worth = best_of_n.worth(gains, best_of_n.expected_gains(baseline.selector, baseline.scores))
     nll = (policy.ref_nll.sum() / policy.lengths.sum()).item()
     return PolicyResult(
         policy=name,
@@ -173,10 +172,7 @@ def tables(results: list[PolicyResult]) -> list[Table]:
             _with_half_width(s.kl),
             _with_half_width(s.score),
             "yes" if on_frontier(s, results) else "no",
-            *(
-                "-" if s.worth is None else f"{s.worth.mean:.3g} [{s.worth.low:.3g}, {s.worth.high:.3g}]"
-                for _ in best_of
-            ),
+            *(_samples(s.worth) for _ in best_of),
             s.policy,
         )
         for s in by_kl

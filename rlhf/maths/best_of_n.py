@@ -29,6 +29,11 @@ def expected_scores(selector: Tensor, scores: Tensor) -> Tensor:
     return in_order @ log_weights.exp().masked_fill(i < n, 0.0)
 
 
+def expected_gains(selector: Tensor, scores: Tensor) -> Tensor:
+    """`expected_scores` less the mean score of a response to the prompt: float64 [P, K], of n = 1, ..., K."""
+    return expected_scores(selector, scores) - scores.double().mean(1, keepdim=True)
+
+
 def _log_choose(n: Tensor, k: Tensor) -> Tensor:
     return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 

@@ -10,16 +10,13 @@ Groups = Sequence[tuple[str, int, Sequence[float]]]
 """(name, colour, values)"""
 
 
-def histogram(title: str, x_name: str, groups: Groups, wide: bool = False, width: float = 0.0) -> Chart | None:
-    """Counts of the finite values of each group, in equal bins over all of them; None without values.
-
-    width: least width of a bin, 1 for whole numbers
-    """
+def histogram(title: str, x_name: str, groups: Groups, wide: bool = False) -> Chart | None:
+    """Counts of the finite values of each group, in equal bins over all of them; None without values."""
     values = [value for _, _, group in groups for value in group if math.isfinite(value)]
     if not values:
         return None
     low, high = min(values), max(values)
-    size = max(width, (high - low) / BINS) or 1 / BINS
+    size = (high - low) / BINS or 1 / BINS
     series = []
     for name, colour, group in groups:
         counts = [0] * BINS

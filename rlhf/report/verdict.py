@@ -218,7 +218,7 @@ def _enough(row: Row, metric: str, kl: float) -> str:
     if efficiency is None or not n or not most or n == 1:
         return ""
     more, at_most = "more than " if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
-    ratio = " ± ".join(with_half_width(efficiency, half or 0.0)[: 2 if half else 1])
+    ratio = _with_half(efficiency, half or 0.0)
     return (
         f" Best-of-n before training needs {more}{short(best_of_n.kl(n))} nats for this score; the gain is "
         f"{at_most}{ratio} of what best-of-n gains at this KL."
