@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from rlhf.config import parser, read_yaml
+from rlhf.config import Config, read_yaml
 from rlhf.errors import UserError
 from rlhf.storage import disk
 from rlhf.training.stage_process import fast_imports
@@ -32,7 +32,7 @@ from rlhf.training.stage_process import fast_imports
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class CellOptions(parser.Config):
+class CellOptions(Config):
     """The recipe, the seeds, and the directories."""
 
     recipe: str = str(ROOT / "configs" / "recipes" / "stories260k-sentiment-cpu.yaml")
@@ -120,8 +120,7 @@ def resolve_chain(words: Sequence[str]) -> Any:
     """All options of a run by a command line of train.py."""
     from rlhf.chain import command as train
 
-    argv = list(words)
-    return train.resolve(parser.parse(train.chain_config(argv), argv, "python -m benchmarks.cells", ""), argv)
+    return train.read(list(words))[0]
 
 
 def model_directories(options: CellOptions, variant: Variant, seed: int) -> tuple[Path, Path]:

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.launch.launcher import cores
 
 TOKENS = 129
@@ -42,7 +42,7 @@ DEEPSPEED_CHAT = {"bytes_a_row": 22_600, "rows_a_second": 2048}
 """DeepSpeed-Chat's cache of padded tensors on 2 cores, for texts of 129 tokens: quoted, not measured."""
 
 
-class Options(parser.Config):
+class Options(Config):
     """What to measure, and where to write it."""
 
     rows: int = Field(100_000, ge=1000)

@@ -13,12 +13,12 @@ import torch
 from pydantic import Field
 
 from benchmarks.random_models import timed
-from rlhf.config import parser
+from rlhf.config import Config
 
 PROMPT, RESPONSE = 256, 256
 
 
-class Options(parser.Config):
+class Options(Config):
     """What to run, and how large."""
 
     only: tuple[str, ...] = ()

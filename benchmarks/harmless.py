@@ -29,7 +29,7 @@ from benchmarks import page
 from benchmarks.cells import ROOT, Job, resolve_chain, run_jobs
 from benchmarks.preferences import first_message_point, mean_text, read_rows, score_pairs
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
 
@@ -43,7 +43,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Options(parser.Config):
+class Options(Config):
     """Data, recipe and seeds."""
 
     data_path: str = ""

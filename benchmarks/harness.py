@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from benchmarks import peers
-from rlhf.config import parser
+from rlhf.config import Config
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ Rows = dict[str, dict[str, list[Row]]]
 """contender -> work -> rows"""
 
 
-class Options(parser.Config):
+class Options(Config):
     """Options of all comparisons."""
 
     model: str = "models/smollm2-135m-instruct"

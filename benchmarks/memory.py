@@ -25,7 +25,7 @@ from pydantic import Field
 
 from benchmarks.harness import ROOT, memory_bytes
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
@@ -48,7 +48,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-class Options(parser.Config):
+class Options(Config):
     """What to measure, and where to write it."""
 
     processes: tuple[int, ...] = (1, 2)

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from benchmarks.cells import ROOT, resolve_chain
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.errors import UserError
 from rlhf.storage import disk
 
@@ -41,7 +41,7 @@ SHARED = (
 """options that TRL gets unchanged"""
 
 
-class Options(parser.Config):
+class Options(Config):
     """What to run, and where."""
 
     parts: tuple[Literal["base", "ours", "trl", "evaluate", "report"], ...] = (

@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import inputs, page, peers
 from benchmarks.cells import ROOT, Job, run_jobs
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
 from rlhf.maths.intervals import mean_interval
@@ -57,7 +57,7 @@ Scored = Mapping[str, Mapping[str, list[list[float]]]]
 """file -> scores, lengths -> (chosen, rejected) of each held-out pair"""
 
 
-class Options(parser.Config):
+class Options(Config):
     """Data, sizes, seeds and variants."""
 
     data_path: tuple[str, ...] = ()

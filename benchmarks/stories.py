@@ -27,7 +27,7 @@ from typing import Any
 from pydantic import Field
 
 from rlhf import errors
-from rlhf.config import parser
+from rlhf.config import Config, parser
 from rlhf.errors import UserError
 from rlhf.storage import disk
 
@@ -36,7 +36,7 @@ STORIES, LABELS, RESPONSES = range(3)
 """random streams; RESPONSES and all above it are of responses"""
 
 
-class Options(parser.Config):
+class Options(Config):
     """The base model, and the size of the data."""
 
     model: str = "models/stories260k"

@@ -1,40 +1,19 @@
 """Options of the data, the same in all three stages. This module must not import torch."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
-from tyro.constructors import PrimitiveConstructorSpec
 
 from rlhf.config import Config
 
 
-def _shares(words: list[str]) -> tuple[float, float, float]:
+def _shares(words: list[str]) -> tuple[float, ...]:
+    """`2,4,4`, `2 4 4`"""
     numbers = tuple(float(word) for word in ",".join(words).split(",") if word)
     if len(numbers) != 3:
         raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
     return numbers
-
-
-def _are_shares(value: Any) -> bool:
-    return isinstance(value, tuple)
-
-
-def _words(shares: tuple[float, ...]) -> list[str]:
-    return [f"{share:g}" for share in shares]
-
-
-Shares = Annotated[
-    tuple[float, float, float],
-    PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="SFT,REWARD,PPO",
-        instance_from_str=_shares,
-        is_instance=_are_shares,
-        str_from_instance=_words,
-    ),
-]
-"""Written `2,4,4` or `2 4 4`."""
 
 
 class DataOptions(Config):
@@ -59,7 +38,7 @@ class DataOptions(Config):
     eval_data_path: tuple[str, ...] = ()
     """paths of rows for evaluation, in all stages, instead of eval_fraction; no stage trains on their prompts"""
 
-    data_split: Shares = (2, 4, 4)
+    data_split: tuple[float, float, float] = (2, 4, 4)
     """shares of the prompts that fine-tuning, reward modelling and PPO get of those they can use, without overlap"""
 
     eval_fraction: float = Field(0.1, ge=0, lt=1)
@@ -121,7 +100,8 @@ class DataOptions(Config):
     @field_validator("data_split", mode="before")
     @classmethod
     def _split_words(cls, shares: Any) -> Any:
-        return _shares([shares]) if isinstance(shares, str) else shares
+        words = [shares] if isinstance(shares, str) else shares
+        return _shares(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else shares
 
     @field_validator("data_split")
     @classmethod

@@ -1,8 +1,7 @@
 """Options of `rlhf evaluate-reward`. Torch-free."""
 
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-import tyro
 from pydantic import Field
 
 from rlhf.config import Config
@@ -11,7 +10,9 @@ from rlhf.config import Config
 class EvaluateRewardConfig(Config):
     """The reward models, the pairs, and how the pairs are encoded."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("models",)
+
+    models: tuple[str, ...] = ()
     """one or more reward models: stage directories, model directories, hub ids or short names. Several models with one
     tokenizer are also compared with each other, as members of an ensemble"""
     data_path: tuple[str, ...] = ()

@@ -6,8 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
 from rlhf import console, plugins
-from rlhf.config import Config, parser
+from rlhf.config import Config
 from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, Phase, ReportParts, Result
+from rlhf.config.mistakes import refused
 from rlhf.config.options import (
     EngineOptions,
     FrozenOptions,
@@ -269,7 +270,7 @@ class Step3Config(
     def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
         """The values of a file that is for another algorithm, without what only that one accepts; a line names it."""
         other = plugins.find(f"{__package__}.algorithms", str(values.get("algorithm", "ppo"))).Config
-        foreign = parser.refused(cls, values) - parser.refused(other, values)
+        foreign = refused(cls, values) - refused(other, values)
         if foreign:
             names = ", ".join(f"{name} {values[name]}" for name in values if name in foreign)
             console.status(f"{source}: left out, because the algorithm that was chosen refuses it: {names}")

@@ -24,15 +24,17 @@ from rlhf.chain.options import (
     as_typed,
     chain_config,
     changed,
+    combine,
     help_config,
     overlay,
+    read,
+    read_layers,
     require_agreement,
-    resolve,
     without_one_time_options,
 )
 from rlhf.chain.stages import STAGES, load
 from rlhf.config import accelerate_settings, foreign_settings, parser
-from rlhf.config.short_help import short_help
+from rlhf.config.short_help import full_help, short_help
 from rlhf.errors import UserError
 from rlhf.hub import push
 from rlhf.launch import launcher, rank_variables, supervisor
@@ -175,7 +177,7 @@ def typed_output_dir(words: list[str]) -> str:
     typed = foreign_settings.plain_words(words)
     argv, _ = with_base(typed)
     settings = overlay(argv, over=int(argv != typed))
-    return str(parser.parse(chain_config(argv), argv, "", "", settings).output_dir)
+    return str(combine(chain_config(argv), read_layers(argv, settings)).output_dir)
 
 
 def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
@@ -202,9 +204,10 @@ def _run(ranks: Any, program: str, words: list[str]) -> Any:
     if {"--help", "-h"} & {*argv}:
         print(short_help(help_config(argv), program, about, SHORT_HELP))
         return None
-    options = chain_config(argv)
-    settings = overlay(argv, over)
-    chain = resolve(parser.parse(options, argv, program, about, settings), argv, settings)
+    if "--help-all" in argv:
+        print(full_help(chain_config(argv), program, about))
+        return None
+    chain, origins = read(argv, overlay(argv, over))
     require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
@@ -218,7 +221,7 @@ def _run(ranks: Any, program: str, words: list[str]) -> Any:
         print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes, program, typed))
         return None
     if chain.reward_models:
-        return reward_models.train(chain, argv, partial(_run, ranks, program))
+        return reward_models.train(chain, origins, partial(_run, ranks, program))
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any, ClassVar
 
 from rlhf import console
 from rlhf.config import Config, parser
@@ -18,7 +16,9 @@ GGUF = "llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a whole model"
 class ExportConfig(Config):
     """The adapter, and where its merged model goes."""
 
-    model: Annotated[str, tyro.conf.Positional] = ""
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("model",)
+
+    model: str = ""
     """directory of a model that was saved with --share-trunk, of a finished stage, or of a run (its newest policy)"""
     merge: str | None = None
     """directory to write: the base model with the adapter added to its weights"""

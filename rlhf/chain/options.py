@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, model_validator
 
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, foreign_settings, parser, validate
+from rlhf.config import Config, foreign_settings, parser
 from rlhf.config.options import EngineOptions, ModelPath, OutputDir, RunOptions, SharedOptimizerOptions
-from rlhf.config.origins import command_line_options, set_options, trees_of
+from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.devices import PlanOptions
@@ -80,6 +80,15 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     reward: RewardConfig = RewardConfig()
     """step 2, the reward model; an option that is not set here is as at the top"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_model_is_the_actors(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Unless another one is named."""
+        model = values.get("reward_model") or values.get("actor_model") or cls.model_fields["actor_model"].default
+        section = values.get("reward", {})
+        section = {"model": model, **section} if isinstance(section, dict) else section
+        return values | {"reward_model": model, "reward": section}
+
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
@@ -112,6 +121,53 @@ def shared_options(section: str) -> dict[str, str]:
     shared = [name for options in SHARED for name in options.model_fields]
     model = {"sft": {"model": "actor_model"}, "reward": {"model": "reward_model"}}.get(section, {})
     return dict(zip(shared, shared, strict=True)) | model
+
+
+def spread(layer: parser.Layer) -> parser.Layer:
+    """The layer with its shared options in every section that does not set them itself: a stage has them from there."""
+    sections = {}
+    for section in SECTIONS.values():
+        shared = {name: layer.tree[top] for name, top in shared_options(section).items() if top in layer.tree}
+        own = layer.tree.get(section) or {}
+        if isinstance(own, dict) and (shared or own):
+            sections[section] = shared | own
+    return layer._replace(tree=layer.tree | sections)
+
+
+def read_layers(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> list[parser.Layer]:
+    """What files, overlay and command line set, each spread over the sections, in the order in which they are merged.
+    A later one decides, also for a section of an earlier one."""
+    return [spread(layer) for layer in parser.layers(chain_config(argv), argv, overlay)]
+
+
+def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> Any:
+    """The chain of these layers over its defaults. Raises: UserError."""
+    top = {name: options.model_fields[name].default for name in ("output_dir", "actor_model")}
+    return parser.combine(options, [spread(parser.Layer("defaults", top)), *layers])
+
+
+def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> tuple[Any, parser.Origins]:
+    """The chain of a command line, and where each of its options is set.
+
+    Raises: UserError for a mistake, also if a section sets its own output directory.
+    """
+    layers = read_layers(argv, overlay)
+    origins = parser.origins(layers)
+    chain = combine(chain_config(argv), layers)
+    refuse_secrets(chain.model_dump(mode="json"))
+    sections = {section: getattr(chain, section) for section in SECTIONS.values()}
+    for section, options in sections.items():
+        if options.output_dir != chain.output_dir:
+            raise UserError(
+                f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
+            )
+        if options.adapter is not None:
+            from rlhf import adapters  # imported here because it imports torch
+
+            names = {name.removeprefix(f"{section}.") for name in origins}
+            sections[section] = adapters.with_own_rates(options, names)
+    named = dict(_inputs_named_above(chain, origins))
+    return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)}), origins
 
 
 def as_typed(text: str, section: str, options: Config) -> str:
@@ -150,66 +206,6 @@ def _section_classes() -> dict[str, type[Config]]:
     return {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
 
 
-def section_options(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> set[str]:
-    """The options that are set for one section, as `sft.max_length`, beside all options of the command line.
-
-    In a file, an option of a section counts if its value differs from the value at the top of that file, and the
-    command line does not set the option at the top. (A saved config.yaml contains every value.)
-    """
-    typed = command_line_options(argv)
-    options = set(typed)
-    for tree in trees_of(argv, overlay):
-        for section in SECTIONS.values():
-            own = tree.get(section) or {}
-            follows = shared_options(section)
-            options |= {
-                f"{section}.{name}"
-                for name, value in own.items()
-                if name not in follows
-                or (follows[name] not in typed and (follows[name] not in tree or tree[follows[name]] != value))
-            }
-    return options
-
-
-def resolve(chain: Any, argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> Any:
-    """The chain with the options of every section filled in from the top.
-
-    An option that is set nowhere, and has its own default in a section (of a user's algorithm, for example), keeps that
-    default.
-    Raises: UserError if a section sets its own output directory, or its options contradict those from the top.
-    """
-    own = section_options(argv, overlay)
-    anywhere = set_options(argv, overlay)
-    if chain.reward_model is None:
-        chain = chain.model_copy(update={"reward_model": chain.actor_model})
-    sections = {}
-    for section in SECTIONS.values():
-        if f"{section}.output_dir" in own:
-            raise UserError(
-                f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
-            )
-        options = getattr(chain, section)
-        shared = {
-            name: getattr(chain, top)
-            for name, top in shared_options(section).items()
-            if f"{section}.{name}" not in own and (top in anywhere or not _differs(options, name, top))
-        }
-        options = options.model_copy(update=shared)
-        if options.adapter is not None:
-            from rlhf import adapters  # imported here because it imports torch
-
-            own_names = {name.removeprefix(f"{section}.") for name in own if name.startswith(f"{section}.")}
-            options = adapters.with_own_rates(options, own_names)
-        sections[section] = options
-    sections["ppo"] = sections["ppo"].model_copy(update=dict(_inputs_named_above(chain, argv)))
-    for section, options in sections.items():  # with values from the top, which it was not checked with
-        try:
-            validate(type(options), options.model_dump(), section)
-        except UserError as error:
-            raise UserError(as_typed(str(error), section, options)) from None
-    return chain.model_copy(update=sections)
-
-
 def without_one_time_options(chain: Any) -> Any:
     """The options to save for later commands: `overwrite`, `steps`, `rehearse` and `push_to_hub` hold for one."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
@@ -218,29 +214,16 @@ def without_one_time_options(chain: Any) -> Any:
 
 def changed(chain: Any) -> dict[str, Any]:
     """The options that differ from their defaults and, in a section, from the top. `--config` can read them."""
-    tree = parser.changed(chain, type(chain)(reward_model=chain.actor_model))
-    for section in SECTIONS.values():
-        own = getattr(chain, section)
-        shared = {
-            name: getattr(chain, top)
-            for name, top in shared_options(section).items()
-            if top in tree or not _differs(own, name, top)
-        }
-        differences = parser.changed(own, type(own)().model_copy(update=shared))
-        tree = {name: value for name, value in tree.items() if name != section} | (
-            {section: differences} if differences else {}
-        )
-    return tree
+    defaults = combine(type(chain), [])
+    top = {name: value for name, value in parser.changed(chain, defaults).items() if name not in SECTIONS.values()}
+    inherited = parser.merge(defaults.model_dump(mode="json"), spread(parser.Layer("", top)).tree)
+    if chain.reward_model == chain.actor_model:
+        top.pop("reward_model", None)
+    sections = {name: getattr(chain, name).model_dump(mode="json") for name in SECTIONS.values()}
+    return top | parser.difference(sections, inherited)
 
 
-def _differs(section: Config, name: str, top: str) -> bool:
-    """Whether the default of a shared option in the section differs from the default at the top."""
-    if name != top or name == "output_dir":
-        return False
-    return bool(type(section).model_fields[name].default != ChainConfig.model_fields[top].default)
-
-
-def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]]:
+def _inputs_named_above(chain: Any, origins: parser.Origins) -> Iterator[tuple[str, str]]:
     """Models on the command line that PPO starts from: with step 3, without the step that trains the model.
 
     A model from which the stage in the output directory started is none of them: the user has repeated a command, and
@@ -251,7 +234,7 @@ def _inputs_named_above(chain: Any, argv: list[str]) -> Iterator[tuple[str, str]
         return
     for step, name in ((1, "actor_model"), (2, "reward_model")):
         model_path = getattr(chain, name)
-        if step in chain.steps or getattr(chain.ppo, name) is not None or name not in command_line_options(argv):
+        if step in chain.steps or getattr(chain.ppo, name) is not None or origins.get(name) != parser.COMMAND_LINE:
             continue
         directory = Path(chain.output_dir) / STAGES[step].name
         if not directory.is_dir():

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import ClassVar
 
 import jinja2
-import tyro
 from pydantic import Field
 
 from rlhf import console
@@ -23,7 +22,9 @@ FAILURES = (
 class ReportConfig(Config):
     """The runs to report on."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional] = Field((), max_length=8)
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("runs",)
+
+    runs: tuple[str, ...] = Field((), max_length=8)
     """output directories of up to eight runs, which are drawn into the same figures"""
     output: str | None = None
     """the file to write; by default RUN/report.html, of several runs report.html in the current directory"""

@@ -12,7 +12,6 @@ from rlhf import plugins
 from rlhf.chain.options import without_one_time_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
-from rlhf.config.origins import command_line_options, trees_of
 from rlhf.errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def scoring_of(run: Path) -> "Scoring | None":
     return Scoring(tuple(specs), config["reward_combine"], **combination)
 
 
-def train(chain: Any, argv: list[str], run: Callable[[list[str]], Any]) -> Any:
+def train(chain: Any, origins: parser.Origins, run: Callable[[list[str]], Any]) -> Any:
     """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
 
     run: runs the chain with a command line, and returns its options
@@ -98,8 +97,7 @@ def train(chain: Any, argv: list[str], run: Callable[[list[str]], Any]) -> Any:
     others = [name for name in named if name != SAFE]
     critic = models[OTHER if OTHER in named else others[0]]
     words = ["--ppo.reward", *sources(named, models.__getitem__), "--ppo.reward-model", critic]
-    in_files = any("reward_combine" in (tree.get("ppo") or {}) for tree in trees_of(argv, parser.NO_OVERLAY))
-    combine = None if in_files or "ppo.reward_combine" in command_line_options(argv) else combination(named)
+    combine = None if "ppo.reward_combine" in origins else combination(named)
     saved = without_one_time_options(chain)
     if combine is not None:
         words += ["--ppo.reward-combine", combine]

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import ClassVar
 
 from rlhf import console
 from rlhf.chain import report
@@ -15,7 +13,9 @@ from rlhf.errors import UserError
 class VerifyConfig(Config):
     """The run."""
 
-    run: Annotated[str, tyro.conf.Positional] = ""
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: str = ""
     """output directory of a run, or of one of its stages"""
 
 

@@ -1,9 +1,8 @@
 """Options of `rlhf chat`. Torch-free."""
 
 import importlib.util
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-import tyro
 from pydantic import Field
 
 from rlhf.config import Config
@@ -16,7 +15,9 @@ NONE = "none"
 class ChatOptions(Config):
     """The models of a run, how they respond, and where votes are written."""
 
-    run: Annotated[str, tyro.conf.Positional] = ""
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("run",)
+
+    run: str = ""
     """output directory of a chain, directory of a stage or of a model, hub id or short name"""
     temperature: float = Field(1.0, ge=0)
     """logits are divided by this; 1 is what the policy was trained with, 0 is greedy (KL is then measured at 1)"""

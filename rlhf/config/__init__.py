@@ -3,19 +3,9 @@
 A plug-in declares its options as a subclass of `Config`.
 """
 
-from rlhf.config.parser import (
-    Config,
-    compose,
-    merge,
-    option_names,
-    parse,
-    peek,
-    split_config_files,
-    suggest,
-    suggest_options,
-    to_yaml,
-    validate,
-)
+from rlhf.config.mistakes import suggest, suggest_options, validate
+from rlhf.config.parser import compose, merge, parse, peek, split_config_files, to_yaml
+from rlhf.config.record import Config, option_names
 from rlhf.config.yaml_files import read_yaml
 
 __all__ = [

@@ -3,7 +3,6 @@
 import os
 from typing import Annotated, ClassVar, Literal, TypeVar
 
-import tyro
 from pydantic import AfterValidator, Field
 
 from rlhf.config import Config
@@ -93,7 +92,7 @@ class RunOptions(Config):
     """start from a model that was trained with another chat template, and continue with this one"""
 
 
-Flag = Annotated[bool | None, tyro.conf.DisallowNone]
+Flag = bool | None
 """An optional flag: --name, --no-name, or neither."""
 
 

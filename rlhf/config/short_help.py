@@ -1,12 +1,11 @@
-"""A short `--help`: the options that most runs need, in groups. `--help-all` lists all options. Torch-free."""
+"""`--help`: the options that most runs need, in groups; `--help-all`: every option. Torch-free."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from rlhf.config import Config, option_names
+from rlhf.config.record import Config, choices, options
 
 Groups = Mapping[str, Sequence[str]]
 """options in the spelling of the command line, by the title of their group"""
@@ -21,31 +20,42 @@ WIDTH, INDENT = 100, 28
 
 def short_help(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
     """The options of `groups` that `cls` has, each with its description and default."""
-    options = {*option_names(cls)}
-    lines = [f"usage: {prog} [--config FILE ...] [--OPTION VALUE ...]", "", textwrap.fill(description, WIDTH)]
+    return (
+        f"{_page(cls, prog, description, groups)}\n\n--help-all lists every option, --print-config prints the resolved "
+        "options\n(with --changed only those that differ from the defaults)"
+    )
+
+
+def full_help(cls: type[Config], prog: str, description: str) -> str:
+    """Every option, those of a section together."""
+    groups: dict[str, list[str]] = {}
+    for name, _ in options(cls):
+        section = name.rpartition(".")[0]
+        text = cls.model_fields[section].description if section in cls.model_fields else section
+        groups.setdefault(text or "options", []).append(name.replace("_", "-"))
+    return _page(cls, prog, description, groups)
+
+
+def _page(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
+    fields = {name.replace("_", "-"): field for name, field in options(cls)}
+    positional = "".join(f" {name.upper()}" for name in cls.POSITIONAL)
+    usage = f"usage: {prog}{positional} [--config FILE ...] [--OPTION VALUE ...]"
+    lines = [usage, "", textwrap.fill(description, WIDTH)]
     for title, names in groups.items():
-        lines += ["", f"{title}:"]
-        for name in filter(options.__contains__, names):
-            lines += _option(name, _field(cls, name))
-    notes = "--help-all lists every option, --print-config prints the resolved options"
-    return "\n".join([*lines, "", notes, "(with --changed only those that differ from the defaults)"])
-
-
-def _field(cls: type[Config], name: str) -> FieldInfo:
-    *sections, last = name.replace("-", "_").split(".")
-    section_config: Any = cls
-    for section in sections:
-        section_config = section_config.model_fields[section].annotation
-    field: FieldInfo = section_config.model_fields[last]
-    return field
+        lines += ["", f"{' '.join(title.split())}:"]
+        for name in filter(fields.__contains__, names):
+            lines += _option(name, fields[name])
+    return "\n".join(lines)
 
 
 def _option(name: str, field: FieldInfo) -> list[str]:
     text = " ".join((field.description or "").split())
     value = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    default = "" if value is None or value == "" or value is False else f" (default: {value})"
+    notes = [", ".join(map(str, choices(field.annotation)))]
+    notes += [] if value is None or value == "" or value is False else [f"default: {value}"]
+    note = "; ".join(filter(None, notes))
+    wrapped = textwrap.wrap(text + (f" ({note})" if note else ""), WIDTH - INDENT)
     option = f"  --{name} "
-    wrapped = textwrap.wrap(text + default, WIDTH - INDENT)
     if len(option) > INDENT:
         return [option.rstrip(), *(" " * INDENT + line for line in wrapped)]
     return [option.ljust(INDENT) + wrapped[0], *(" " * INDENT + line for line in wrapped[1:])]

@@ -3,9 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
-
-import tyro
+from typing import ClassVar
 
 from rlhf import console
 from rlhf.config import Config, parser
@@ -19,9 +17,11 @@ LOGIN = "set HF_TOKEN to a token with write access, or log in with `hf auth logi
 class PushConfig(Config):
     """The model, and where it goes."""
 
-    model: Annotated[str, tyro.conf.Positional] = ""
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("model", "repository")
+
+    model: str = ""
     """directory of a model, or of a finished stage"""
-    repository: Annotated[str, tyro.conf.Positional] = ""
+    repository: str = ""
     """OWNER/NAME on the hub; it is created if there is none"""
     private: bool = False
     """a repository that is created is private"""

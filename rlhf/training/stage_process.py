@@ -14,7 +14,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -23,7 +22,6 @@ from rlhf import console, errors, streams
 from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
-from rlhf.config.origins import set_options
 from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.launch import forks, rank_variables
@@ -96,8 +94,7 @@ def stage_main(
                 return 0
             settings = foreign_settings.read(argv)
             overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
-            complete = partial(_with_adapter_rates, set_options(argv, overlay))
-            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, complete)
+            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, _with_adapter_rates)
             foreign_settings.require_agreement(settings, options)
             for name, value in CUBLAS.items() if options.deterministic else ():
                 os.environ.setdefault(name, value)
@@ -121,12 +118,12 @@ def stage_main(
     return 0
 
 
-def _with_adapter_rates(user_options: set[str], options: Any) -> Any:
+def _with_adapter_rates(options: Any, origins: parser.Origins) -> Any:
     if getattr(options, "adapter", None) is None:
         return options
     from rlhf import adapters  # imported here because it imports torch
 
-    return adapters.with_own_rates(options, user_options)
+    return adapters.with_own_rates(options, origins)
 
 
 def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:

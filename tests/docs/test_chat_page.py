@@ -23,7 +23,7 @@ from rlhf import cli, console, errors
 from rlhf.chat import session as sessions
 from rlhf.chat.options import ChatOptions
 from rlhf.chat.responses import Generation, Sampling
-from rlhf.config import parser
+from rlhf.config import option_names, parser
 from rlhf.models.scalar import load_scalar_model, scores
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -191,7 +191,7 @@ def test_transformers_serves_a_saved_policy(folder: Path) -> None:
 
 
 def test_the_page_names_existing_options() -> None:
-    known = {*parser.option_names(ChatOptions)}
+    known = {*option_names(ChatOptions)}
     foreign = {"model", "data-path", "reward-only-data-path", "output-dir", "prompts"}  # of rlhf reward and rlhf pairs
     served = {"host", "api-key", "share-trunk", "merge"}  # of other programs, of training and of rlhf export
     assert set(re.findall(r"--([a-z][a-z-]*)", PAGE)) <= known | foreign | served

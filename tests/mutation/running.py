@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.mutation.mutants import Mutant
 
-IMPORTED = ("torch", "transformers", "datasets", "peft", "deepspeed", "pydantic", "tyro")
+IMPORTED = ("torch", "transformers", "datasets", "peft", "deepspeed", "pydantic")
 """libraries that a worker imports before it forks"""
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rlhf import adapters
 from rlhf.chain import command, planning
-from rlhf.config import parser
 from rlhf.engine.export import full_state
 from rlhf.errors import UserError
 from rlhf.models import new_rows
@@ -213,7 +212,7 @@ def test_the_plan_of_later_steps_has_the_new_rows(folder: Path, name: str, tmp_p
 
     def totals(reward_model: str) -> dict[str, int]:
         argv = [*words, "--reward-model", reward_model]
-        chain = command.resolve(parser.parse(command.chain_config(argv), argv, "train.py", ""), argv)
+        chain = command.read(argv)[0]
         stages, _, paths = planning.workloads(chain)
         planned = [workload(options, "cpu", paths) for options, workload in stages.values()]
         return {spec.role: spec.size().total for each in planned for spec in each.models}

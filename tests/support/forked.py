@@ -25,7 +25,6 @@ LIBRARIES = [
     "pyarrow",
     "torch._dynamo",
     "transformers.models.llama.modeling_llama",
-    "tyro",
 ]
 """only what no test changes: a process imports the tree itself"""
 

@@ -11,7 +11,7 @@ from rlhf import plugins
 from rlhf.chain import command as train
 from rlhf.chain.options import SHORT_HELP, changed
 from rlhf.chain.steps import next_step
-from rlhf.config import parser, read_yaml
+from rlhf.config import option_names, parser, read_yaml
 from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
@@ -32,18 +32,12 @@ SHAPES = sorted(CONFIGS.glob("shapes/*.yaml"))  # for plans: tests/rlhf/plan/tes
 @functools.cache
 def resolved(*argv: str) -> dict[str, Any]:
     words = list(argv)
-    chain = parser.parse(train.chain_config(words), words, "train.py", "")
-    tree: dict[str, Any] = train.resolve(chain, words).model_dump(mode="json")
+    tree: dict[str, Any] = train.read(words)[0].model_dump(mode="json")
     return tree
 
 
-@functools.cache
 def composed(*files: Path) -> dict[str, Any]:
-    """As `resolved("--config", *files)`, without a parser of command lines, which takes most of its time."""
-    words = ["--config", *map(str, files)]
-    chain = parser.compose(train.chain_config(words), files)
-    tree: dict[str, Any] = train.resolve(chain, words).model_dump(mode="json")
-    return tree
+    return resolved("--config", *map(str, files))
 
 
 def leaves(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
@@ -179,7 +173,7 @@ def test_an_algorithm_of_ones_own_keeps_its_defaults(tmp_path: Path) -> None:
 def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) -> None:
     argv = ["--config", str(CONFIGS / "demo.yaml"), "--sft.max-length", "40", "--ppo.kl-coef", "0.3", "--seed", "4"]
     file = tmp_path / "tree.yaml"
-    file.write_text(parser.to_yaml(train.resolve(parser.parse(train.chain_config(argv), argv, "", ""), argv)))
+    file.write_text(parser.to_yaml(train.read(argv)[0]))
     assert resolved("--config", str(file)) == resolved(*argv)
     tree = resolved("--config", str(file), "--max-prompt-length", "20", "--output-dir", "elsewhere")
     assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 48, 48]
@@ -187,6 +181,35 @@ def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) 
     assert {tree[section]["output_dir"] for section in ("sft", "reward", "ppo")} == {"elsewhere"}
     over = resolved("--config", str(file), str(CONFIGS / "overlays" / "zero3.yaml"))
     assert [over[section]["zero_stage"] for section in ("sft", "reward", "ppo")] == [3, 3, 3]
+
+
+def test_a_later_layer_decides_for_the_stages_too(tmp_path: Path) -> None:
+    """At the top or in a section: what is written last, and in one layer the section."""
+    section, top = tmp_path / "section.yaml", tmp_path / "top.yaml"
+    section.write_text("dtype: bf16\nppo: {micro_batch_size: 4, dtype: fp32}")
+    top.write_text("micro_batch_size: 2")
+    for argv, expected in (
+        (["--config", str(section)], ([8, 8, 4], ["bf16", "bf16", "fp32"])),
+        (["--config", str(section), str(top)], ([2, 2, 2], ["bf16", "bf16", "fp32"])),
+        (["--config", str(top), str(section)], ([2, 2, 4], ["bf16", "bf16", "fp32"])),
+        (["--config", str(section), "--micro-batch-size", "16"], ([16, 16, 16], ["bf16", "bf16", "fp32"])),
+        (["--config", str(section), "--dtype", "fp16", "--ppo.dtype", "auto"], ([8, 8, 4], ["fp16", "fp16", "auto"])),
+    ):
+        tree = resolved(*argv)
+        sections = [tree[name] for name in ("sft", "reward", "ppo")]
+        assert ([s["micro_batch_size"] for s in sections], [s["dtype"] for s in sections]) == expected, argv
+
+
+def test_one_mistake_of_an_option_of_all_stages_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        resolved("--micro-batch-size", "0")
+    assert str(caught.value).count("greater than or equal to 1") == 1
+    file = tmp_path / "options.yaml"
+    file.write_text("micro_batch_size: 0")
+    with pytest.raises(
+        UserError, match=r"options\.yaml: micro_batch_size: Input should be greater than or equal to 1, got 0$"
+    ):
+        resolved("--config", str(file))
 
 
 def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
@@ -204,12 +227,11 @@ def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
         (["--actor-model", "a", "--reward-model", "b"], {"actor_model": "a", "reward_model": "b"}),
         (["--config", str(CONFIGS / "demo.yaml")], None),
     ):  # fmt: skip
-        chain = train.resolve(parser.parse(train.chain_config(argv), argv, "", ""), argv)
+        chain = train.read(argv)[0]
         tree = changed(chain)
         assert expected in (None, tree)
         file.write_text(parser.tree_to_yaml(tree))
-        words = ["--config", str(file)]
-        again = train.resolve(parser.compose(train.chain_config(words), [file]), words)
+        again = train.read(["--config", str(file)])[0]
         assert again.model_dump() == chain.model_dump(), argv
 
 
@@ -232,7 +254,7 @@ def test_the_next_command_after_a_launcher_of_several_processes(
     """As deepspeed starts it. Without the launcher the next step would run in one process."""
     words = ["--steps", "1", "--output-dir", str(tmp_path)]
     monkeypatch.setattr("sys.orig_argv", ["python", "-u", "train.py", "--local_rank=0", *words])
-    chain = train.resolve(parser.parse(train.chain_config(words), words, "", ""), words)
+    chain = train.read(words)[0]
     command = f"python -u train.py --steps 1 2 3 --output-dir {tmp_path}"
     assert next_step(chain, "python train.py") == f"next: {command}"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -257,7 +279,6 @@ def test_the_short_help_fits_a_page_and_has_the_defaults_of_no_file(
     lines = " ".join(text.split())
     assert "peak learning rate of AdamW (default: 2e-05)" in lines and "0.003" not in lines
     monkeypatch.setattr("sys.argv", ["train.py", "--help-all"])
-    with pytest.raises(SystemExit):
-        train.main()
+    train.main()
     text = capsys.readouterr().out
-    assert all(f"--{option}" in text for option in parser.option_names(train.chain_config([]))) and "0.003" not in text
+    assert all(f"--{option}" in text for option in option_names(train.chain_config([]))) and "0.003" not in text

@@ -21,7 +21,7 @@ from data.sources.demo import Config as World
 from rlhf import console, errors, plugins
 from rlhf.chain import command as train
 from rlhf.chain.options import chain_config
-from rlhf.config import parser
+from rlhf.config import option_names
 from rlhf.evaluation import evaluate, pairs
 from rlhf.maths.intervals import Interval, mean_interval
 from rlhf.models.scalar import load_scalar_model, scores
@@ -219,5 +219,5 @@ def test_the_files_of_the_page_are_read_as_it_says(tmp_path: Path) -> None:
 
 def test_the_page_names_existing_options() -> None:
     configs = (pairs.PairsConfig, evaluate.EvaluateConfig, chain_config([]))
-    known = {name for cls in configs for name in parser.option_names(cls)}
+    known = {name for cls in configs for name in option_names(cls)}
     assert set(re.findall(r"`--([a-z][a-z-]*(?:[.][a-z-]+)?)", PAGE)) <= known

@@ -10,9 +10,7 @@ import torch
 
 from rlhf import rewards
 from rlhf.chain import chat, command, reward_models
-from rlhf.chain.options import chain_config
 from rlhf.chat.session import open_session
-from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.rewards import Scoring
 from tests.support import programs, stages_here
@@ -110,9 +108,9 @@ def test_each_model_has_a_seed_of_its_own(
     (tmp_path / "options.yaml").write_text(in_file or "{}")
     argv = ["--config", str(tmp_path / "options.yaml"), "--output-dir", str(tmp_path / "run")]
     argv += ["--reward-models", *pairs, "--seed", "7"]
-    chain = command.resolve(parser.parse(chain_config(argv), argv, "train.py", ""), argv)
+    chain, origins = command.read(argv)
     calls: list[list[str]] = []
-    reward_models.train(chain, argv, lambda words: calls.append(words) or 0)
+    reward_models.train(chain, origins, lambda words: calls.append(words) or 0)
     after = [dict(zip(words[::2], words[1::2], strict=False)) for words in calls[1:-1]]
     assert [each["--reward.seed"] for each in after] == [str(7 + k) for k in range(len(pairs))]
     assert [word for name, word in itertools.pairwise(calls[-1]) if name == "--ppo.reward-combine"] == combination

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf import errors
-from rlhf.config import Config, parser, read_yaml
+from rlhf.config import Config, option_names, parser, read_yaml, suggest, validate
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[3]
 class Inner(Config):
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL penalty"""
+    gamma: float = 1.0
+    """discount"""
     steps: int = 4
     """of the loop"""
     adapter: str | None = None
@@ -41,6 +43,8 @@ class Root(Config):
     """some"""
     every: int = Field(1, ge=1)
     """how often"""
+    steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
+    """which ones"""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Root":
@@ -90,6 +94,10 @@ def test_hyphen_and_underscore_are_one(tmp_path: Path) -> None:
     [
         (["--no-shuffle"], Root(shuffle=False)),
         (["--sizes", "4", "5"], Root(sizes=(4, 5))),
+        (["--steps", "1,2"], Root(steps=(1, 2))),
+        (["--steps", "2", "3", "--steps=None"], Root()),
+        (["--inner.adapter", "lora", "--inner.adapter", "none"], Root()),
+        (["--shuffle=false"], Root(shuffle=False)),
         (["--inner.kl-coef", "1e-3"], Root(inner=Inner(kl_coef=0.001))),
         (["--inner.adapter", "lora,r=8"], Root(inner=Inner(adapter="lora,r=8"))),
     ],
@@ -118,10 +126,13 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("yaml", "parts"),
     [
-        ("inner: {kl_cof: 1}", ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, kl_coef, steps"]),
+        (
+            "inner: {kl_cof: 1}",
+            ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, gamma, kl_coef, steps"],
+        ),
         ("kl_coef: 1", ["no option 'kl_coef' (did you mean 'inner.kl_coef'?); have every, inner, name, "]),
         ("inner: {every: 1}", ["no option 'inner.every' (did you mean 'every'?)"]),
-        ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, kl_coef, steps"]),
+        ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, gamma, kl_coef, steps"]),
         ("inner: {kl_coef: much}", ["inner.kl_coef", "valid number", "'much'"]),
         ("inner: {kl_coef: -1}", ["inner.kl_coef", "greater than or equal to 0", "got -1"]),
         ("inner: {steps: 11}", ["inner: steps is 11, expected 10 or fewer"]),
@@ -168,9 +179,9 @@ def test_the_nearest_option_of_a_list_of_sections() -> None:
         maybe: Inner | None = None
 
     with pytest.raises(UserError, match=r"^here: no option 'roots\.1\.inner\.stps' \(did you mean 'steps'\?\)"):
-        parser.validate(Outer, {"roots": [{}, {"inner": {"stps": 1}}]}, "here")
+        validate(Outer, {"roots": [{}, {"inner": {"stps": 1}}]}, "here")
     with pytest.raises(UserError, match=r"no option 'maybe\.stps' \(did you mean 'steps'\?\)"):
-        parser.validate(Outer, {"maybe": {"stps": 1}}, "here")
+        validate(Outer, {"maybe": {"stps": 1}}, "here")
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -202,13 +213,17 @@ def test_a_word_that_is_no_utf8_is_refused() -> None:
         (["--kl", "1"], ["no option '--kl': here --inner.kl-coef; see --help"]),
         (["--coef", "1"], ["no option '--coef' (did you mean '--inner.kl-coef'?)"]),
         (["--inner.kl-coef", "much"], ["--inner.kl-coef", "'much'"]),
-        (["--inner.kl-coef", "-1"], ["--inner.kl-coef: ", "greater than or equal to 0", "got -1.0"]),
+        (["--inner.kl-coef", "-1"], ["--inner.kl-coef: ", "greater than or equal to 0", "got '-1'"]),
         (["--inner.steps", "11"], ["--inner: steps is 11, expected 10 or fewer"]),
-        (["--inner.steps"], ["--inner.steps", "Missing value"]),
-        (["--every", "0"], ["--every: ", "greater than or equal to 1", "got 0"]),
+        (["--inner.steps"], ["--inner.steps: got no value, expected one after it"]),
+        (["--every", "0"], ["--every: ", "greater than or equal to 1", "got '0'"]),
         (["--every", "9", "--no-shuffle"], ["every is 9, but nothing is shuffled"]),
         (["--name", "grpo"], ["'grpo'", "--name", "ppo", "rloo"]),
-        (["stray"], ["stray"]),
+        (["--inner.kl-coef", "x", "--inner.gamma", "x"], ["--inner.kl-coef: Input", "; --inner.gamma: Input"]),
+        (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got '4'; see --help"]),
+        (["--steps"], ["--steps: Tuple should have at least 1 item"]),
+        (["stray"], ["got 'stray', expected an option such as --name before each value"]),
+        (["--every", "2", "3"], ["got '3', expected an option"]),
     ],
 )
 def test_a_mistake_on_the_command_line_names_the_option(argv: list[str], parts: list[str]) -> None:
@@ -274,7 +289,7 @@ def test_help_names_every_option_and_ends(capsys: pytest.CaptureFixture[str]) ->
         parse("--help")
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for option in parser.option_names(Root):
+    for option in option_names(Root):
         assert f"--{option}" in text
     assert "weight of the KL penalty" in text and "what it does" in text
 
@@ -296,7 +311,7 @@ def test_a_file_that_is_read_again_has_what_it_says_now(tmp_path: Path) -> None:
 
 
 def test_no_option_is_near_when_none_is() -> None:
-    assert parser.suggest("xyzzy", ["kl_coef", "steps"]) == ""
+    assert suggest("xyzzy", ["kl_coef", "steps"]) == ""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from rlhf.config import parser
+from rlhf.config import option_names, parser
 from rlhf.evaluation import comparison, evaluate
 from rlhf.evaluation.comparison import Responses
 from rlhf.evaluation.results_table import PolicyResult, distinct, on_frontier, policy_results
@@ -388,7 +388,7 @@ def test_log_probs_that_are_not_finite_end_with_code_3(
 
 def test_the_page_names_existing_options() -> None:
     page = (Path(__file__).parents[3] / "docs/evaluate.md").read_text(encoding="utf-8")
-    options_of_evaluate = set(parser.option_names(evaluate.EvaluateConfig))
+    options_of_evaluate = set(option_names(evaluate.EvaluateConfig))
     foreign = {"ppo", "export-every"}  # of step 3, where policies come from
     assert set(re.findall(r"--([a-z][a-z-]*)", page)) <= options_of_evaluate | foreign
     commands = re.findall(r"^python -m rlhf evaluate (.*)$", page, re.MULTILINE)

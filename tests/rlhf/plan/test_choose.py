@@ -277,12 +277,12 @@ def plan_text(model_path: str, memory: str, host: str, *argv: str) -> str:
     words = ["--actor-model", model_path, "--reward-model", model_path, "--dtype", "bf16", "--steps", "1"]
     words += ["--sft.max-length", "64", "--sft.micro-batch-size", "4", *argv]
     words += ["--plan", "--device=3090", "--device-memory", memory, "--host-memory", host]
-    chain = train.resolve(parser.parse(train.chain_config(words), words, "train.py", ""), words)
+    chain = train.read(words)[0]
     return planning.forecast(chain, 1, "python train.py", words)
 
 
 def resolved(*words: str) -> Any:
-    return train.resolve(parser.parse(train.chain_config([*words]), [*words], "train.py", ""), [*words])
+    return train.read([*words])[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config import parser
+from rlhf.config import validate
 from rlhf.errors import UserError
 from rlhf.plan import machine
 from rlhf.plan.forecast import ModelSpec
@@ -23,19 +23,19 @@ from step2_reward.config import RewardConfig
     [(100, 100), ("100", 100), ("1epoch", 40), ("0.5epochs", 20), ("2epochs", 80), ("0.001epochs", 1)],
 )
 def test_an_interval_is_of_steps_or_epochs(interval: Any, steps: int) -> None:
-    options = parser.validate(SFTConfig, {"eval_every": interval}, "x")
+    options = validate(SFTConfig, {"eval_every": interval}, "x")
     assert options.eval_every is not None and steps_between(options.eval_every, 40) == steps
 
 
 def test_without_an_interval_it_is_an_epoch() -> None:
-    several = parser.validate(SFTConfig, {"num_train_epochs": 3, "keep_best": "eval_perplexity"}, "x")
+    several = validate(SFTConfig, {"num_train_epochs": 3, "keep_best": "eval_perplexity"}, "x")
     assert several.eval_every is None and steps_between(several.eval_every, 40) == 40
 
 
 @pytest.mark.parametrize("interval", ["0.5", 0.5, "0", "0epochs", "-1", "often", "1 epoch"])
 def test_another_interval_is_refused(interval: Any) -> None:
     with pytest.raises(UserError, match=r"eval_every: expected a number of optimizer steps such as 100, or of epochs"):
-        parser.validate(SFTConfig, {"eval_every": interval}, "x")
+        validate(SFTConfig, {"eval_every": interval}, "x")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_another_interval_is_refused(interval: Any) -> None:
 )
 def test_options_that_need_others(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        parser.validate(RewardConfig, options, "x")
+        validate(RewardConfig, options, "x")
 
 
 SIZE = Size(total=1100, trained=1100, largest=100, outer=100, layers=2, hidden=8, cache=0, vocabulary=50)

@@ -1,0 +1,81 @@
+"""The words of a command line as plain values, which pydantic converts and checks. Torch-free."""
+
+from collections.abc import Iterator, Sequence
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from rlhf.config import foreign_options
+from rlhf.config.mistakes import suggest_options
+from rlhf.config.record import Config, choices, option_names, options
+from rlhf.errors import UserError
+
+NO_VALUE = ("None", "none", "null")
+"""words for an option that is not set, where it may be unset"""
+
+
+def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, text or list of texts) of each option among the words.
+
+    `--name VALUE`, `--name=VALUE`, `--flag`, `--no-flag`, and `--list VALUE VALUE` up to the next option. The last of
+    two wins. Words before the first option, or after the value of one that takes a single value, are those of
+    `cls.POSITIONAL`.
+    Raises: UserError for an unknown option, a value that is missing, or one too many.
+    """
+    known, rest, bare = dict(options(cls)), list(words), []
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            bare.append(word)
+            continue
+        typed, equals, value = word[2:].partition("=")
+        name = typed.replace("-", "_")
+        positive = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no_")])
+        if name not in known and not (positive in known and _is_flag(known[positive].annotation)):
+            names = [*option_names(cls)]
+            dashed = typed.replace("_", "-")
+            cure = foreign_options.answer(dashed, names) or suggest_options(dashed, names)
+            raise UserError(f"no option '--{dashed}'{cure}; see --help")
+        if name not in known or (_is_flag(known[name].annotation) and not equals):
+            yield positive, name in known
+            continue
+        kind = known[name].annotation
+        several = _takes_several(kind)
+        taken = [value] if equals else []
+        while rest and not rest[0].startswith("--") and not equals and (several or not taken):
+            taken.append(rest.pop(0))
+        if not taken and not several:
+            raise UserError(f"--{typed}: got no value, expected one after it; see --help")
+        if several and choices(kind):  # 1,2 as 1 2
+            taken = [part for each in taken for part in each.split(",")]
+        yield name, [_plain(one, kind) for one in taken] if several and taken != ["None"] else _plain(taken[0], kind)
+    yield from _positional(cls, bare)
+
+
+def _positional(cls: type[Config], bare: list[str]) -> Iterator[tuple[str, Any]]:
+    for name in cls.POSITIONAL:
+        kind = cls.model_fields[name].annotation
+        if bare and _takes_several(kind):
+            yield name, bare
+            bare = []
+        elif bare:
+            yield name, bare[0]
+            bare = bare[1:]
+    if bare:
+        raise UserError(f"got '{bare[0]}', expected an option such as --name before each value; see --help")
+
+
+def _is_flag(kind: Any) -> bool:
+    return kind is bool or bool in get_args(kind)
+
+
+def _takes_several(kind: Any) -> bool:
+    return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
+
+
+def _plain(word: str, kind: Any) -> Any:
+    """A word as a YAML file would have it where pydantic does not convert text: nothing, and a number among choices."""
+    allowed = choices(kind)
+    for choice in allowed:
+        if str(choice) == word:
+            return choice
+    return None if word in NO_VALUE and NoneType in get_args(kind) else word
