@@ -1,8 +1,11 @@
-"""`rlhf export PATH --merge OUT`: a plain transformers model of an adapter that a stage has saved."""
+"""`rlhf export PATH --merge OUT`: a plain transformers model of an adapter that a stage has saved; with `--at`, a
+policy between the reference and the tuned one."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
+
+from pydantic import Field
 
 from rlhf import console
 from rlhf.config import Config, parser
@@ -14,14 +17,17 @@ GGUF = "llama.cpp's convert_hf_to_gguf.py makes a GGUF file of a whole model"
 
 
 class ExportConfig(Config):
-    """The adapter, and where its merged model goes."""
+    """The model, and where the new one goes."""
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("model",)
 
     model: str = ""
     """directory of a model that was saved with --share-trunk, of a finished stage, or of a run (its newest policy)"""
     merge: str | None = None
-    """directory to write: the base model with the adapter added to its weights"""
+    """directory to write: the base model with the adapter added to its weights, or the policy of --at"""
+    at: float | None = Field(None, ge=0)
+    """how far to go from the reference, 0, to the tuned policy, 1, on the straight line between their weights: below 1
+    it has a smaller KL and a lower score. For a run or a stage of whole models"""
 
 
 def merge(path: str, out: Path) -> None:
@@ -31,12 +37,11 @@ def merge(path: str, out: Path) -> None:
     Raises: UserError if there is no adapter, or `out` is not empty.
     """
     from rlhf.config.options import FrozenOptions
-    from rlhf.engine.export import save_policy, save_scalar
+    from rlhf.engine.export import save_scalar
     from rlhf.engine.frozen import FrozenEngine
     from rlhf.hub.untrusted import is_adapter
     from rlhf.models.adapter_files import has_head
     from rlhf.models.load import load_causal_lm, load_config
-    from rlhf.models.policy import Policy
     from rlhf.models.scalar import ScoreStatistics, load_scalar_model
     from rlhf.models.virtual_tokens import are_in
     from rlhf.storage import disk
@@ -49,30 +54,73 @@ def merge(path: str, out: Path) -> None:
         )
     if are_in(path):
         raise UserError(f"{path}: got virtual tokens, which have no merged form, expected another adapter")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--merge {out}: it exists, expected a new directory; remove it, or name another")
+    _require_new(out)
     tokenizer, config = load_tokenizer(path), load_config(path)
     dtype: Any = config.dtype
     ids = id_count(tokenizer)
+    if not has_head(path):
+        _write_policy(load_causal_lm(path, dtype, ids), tokenizer, out)
+        return
+    mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
+    scores = None if mean is None or std is None else ScoreStatistics(mean, std)
+    critic: Any = FrozenEngine(load_scalar_model(path, dtype, ids), FrozenOptions(zero_stage=0), dtype)
     with disk.atomic_directory(out) as staging:
-        if has_head(path):
-            mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
-            scores = None if mean is None or std is None else ScoreStatistics(mean, std)
-            critic: Any = FrozenEngine(load_scalar_model(path, dtype, ids), FrozenOptions(zero_stage=0), dtype)
-            save_scalar(critic, None, tokenizer, staging, scores)
-        else:
-            policy = Policy(load_causal_lm(path, dtype, ids))
-            engine: Any = FrozenEngine(policy, FrozenOptions(zero_stage=0), dtype)
-            save_policy(engine, None, tokenizer, staging)
+        save_scalar(critic, None, tokenizer, staging, scores)
+
+
+def between(reference: str, policy: str, at: float, out: Path) -> None:
+    """Write the policy whose weights are reference + at * (policy - reference).
+
+    On the line the reward for a nat of KL stays about what it is at its end, so that one run gives a whole frontier
+    (measured from 0.3 to 1.6, docs/results/efficiency.md; M. Wortsman et al., arXiv 2109.01903, for fine-tuning).
+    Raises: UserError for adapters, models of other shapes, or if `out` is not empty.
+    """
+    from rlhf.hub.untrusted import is_adapter
+    from rlhf.models.load import load_causal_lm, load_config
+    from rlhf.text.encoder import id_count
+    from rlhf.text.tokenizer import load_tokenizer
+
+    for path in (reference, policy):
+        if is_adapter(Path(path)):
+            raise UserError(f"--at {at:g}: {path} is an adapter, expected whole models; merge it first (--merge DIR)")
+    _require_new(out)
+    tokenizer = load_tokenizer(policy)
+    dtype: Any = load_config(policy).dtype
+    model, tuned = (load_causal_lm(path, dtype, id_count(tokenizer)) for path in (reference, policy))
+    ends = tuned.state_dict()
+    for name, weight in model.state_dict().items():
+        end = ends.get(name)
+        if end is None or end.shape != weight.shape:
+            raise UserError(f"--at {at:g}: {name} of {reference} is not as in {policy}; expected models of one shape")
+        if weight.is_floating_point():
+            weight.copy_(weight.float().lerp(end.float(), at))
+    _write_policy(model, tokenizer, out)
+
+
+def _require_new(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--merge {out}: it exists, expected a new directory; remove it, or name another")
+
+
+def _write_policy(model: Any, tokenizer: Any, out: Path) -> None:
+    from rlhf.config.options import FrozenOptions
+    from rlhf.engine.export import save_policy
+    from rlhf.engine.frozen import FrozenEngine
+    from rlhf.models.policy import Policy
+    from rlhf.storage import disk
+
+    engine: Any = FrozenEngine(Policy(model), FrozenOptions(zero_stage=0), model.dtype)
+    with disk.atomic_directory(out) as staging:
+        save_policy(engine, None, tokenizer, staging)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf export") -> int:
     """Exit code 2 for a user's mistake."""
-    title = "Merge a saved adapter into its base model."
+    title = "Merge a saved adapter into its base model, or choose a policy between the reference and the tuned one."
     words = console.words(argv)
     options = parser.parse(ExportConfig, words, program, title)
     if not options.model or options.merge is None:
-        raise UserError(f"rlhf export: expected PATH --merge OUT; {GGUF}")
+        raise UserError(f"rlhf export: expected PATH --merge OUT, or PATH --at 0.7 --merge OUT; {GGUF}")
     console.loading(program, words)
     console.quiet_libraries()
     from rlhf.chain.chat import BY_NAME
@@ -80,6 +128,14 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf expor
     from rlhf.hub.untrusted import is_adapter
     from rlhf.storage import manifests
 
+    if options.at is not None:
+        run = run_models(options.model, BY_NAME)
+        path, reference = run.path(run.newest), run.reference([run.newest])
+        if reference is None:
+            raise UserError(f"--at: {options.model} does not say what its policy was trained from; expected a run")
+        between(run.path(reference), path, options.at, Path(options.merge))
+        console.say(f"wrote {options.merge}: {options.at:g} of the way from {reference} to {path}")
+        return 0
     path = manifests.resolve_model_path(options.model, *FOLDERS)
     if not is_adapter(Path(path)) and not (Path(path) / "config.json").is_file():
         run = run_models(path, BY_NAME)
