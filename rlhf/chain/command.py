@@ -21,6 +21,7 @@ from rlhf.chain.deployment import resolve_deployment
 from rlhf.chain.options import (
     SECTIONS,
     SHORT_HELP,
+    ChainConfig,
     as_typed,
     chain_config,
     changed,
@@ -52,7 +53,7 @@ UNFINISHED = (
 )
 
 
-def plan(chain: Any, processes: int) -> dict[int, Any]:
+def plan(chain: ChainConfig, processes: int) -> dict[int, Any]:
     """The options of the stages to run, by step. Prints which other stages are finished or not needed.
 
     Every stage is checked before the first is started. Raises: UserError.
@@ -191,7 +192,7 @@ def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
     return 0
 
 
-def _run(ranks: Any, program: str, words: list[str]) -> Any:
+def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
     """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
     typed = foreign_settings.plain_words(words)
     argv, note = with_base(typed)
@@ -272,7 +273,7 @@ def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[i
     return None
 
 
-def save(chain: Any) -> None:
+def save(chain: ChainConfig) -> None:
     """Write all options to config.yaml in the output directory, for --config; without the one-time ones."""
     from rlhf.storage import disk
 

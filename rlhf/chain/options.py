@@ -79,6 +79,8 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     """step 1, supervised fine-tuning; an option that is not set here is as at the top"""
     reward: RewardConfig = RewardConfig()
     """step 2, the reward model; an option that is not set here is as at the top"""
+    ppo: Step3Config = Step3Config()
+    """step 3, PPO; an option that is not set here is as at the top"""
 
     @model_validator(mode="before")
     @classmethod
@@ -102,9 +104,7 @@ def chain_config(argv: list[str]) -> type[ChainConfig]:
 @functools.cache
 def _with_section(options: type[Step3Config], algorithm: str) -> type[ChainConfig]:
     """Made once: for every class pydantic searches the sources of all callers, 0.013 s in a program, more in a test."""
-    described = Field(
-        options(algorithm=algorithm), description="step 3, PPO; an option that is not set here is as at the top"
-    )
+    described = Field(options(algorithm=algorithm), description=ChainConfig.model_fields["ppo"].description)
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
 
 
@@ -140,13 +140,13 @@ def read_layers(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) ->
     return [spread(layer) for layer in parser.layers(chain_config(argv), argv, overlay)]
 
 
-def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> Any:
+def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> ChainConfig:
     """The chain of these layers over its defaults. Raises: UserError."""
     top = {name: options.model_fields[name].default for name in ("output_dir", "actor_model")}
     return parser.combine(options, [spread(parser.Layer("defaults", top)), *layers])
 
 
-def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> tuple[Any, parser.Origins]:
+def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> tuple[ChainConfig, parser.Origins]:
     """The chain of a command line, and where each of its options is set.
 
     Raises: UserError for a mistake, also if a section sets its own output directory.
@@ -195,7 +195,7 @@ def overlay(argv: list[str], over: int) -> parser.Overlay:
     return parser.Overlay(tree, foreign_settings.CONFIG, over)
 
 
-def require_agreement(argv: list[str], chain: Any) -> None:
+def require_agreement(argv: list[str], chain: ChainConfig) -> None:
     """Raises: UserError if an option of a section has another value than a DeepSpeed JSON or `accelerate launch`
     sets."""
     for section in SECTIONS.values():
@@ -206,13 +206,13 @@ def _section_classes() -> dict[str, type[Config]]:
     return {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
 
 
-def without_one_time_options(chain: Any) -> Any:
+def without_one_time_options(chain: ChainConfig) -> ChainConfig:
     """The options to save for later commands: `overwrite`, `steps`, `rehearse` and `push_to_hub` hold for one."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
     return chain.model_copy(update={**once, "overwrite": False, "steps": None, "rehearse": False, "push_to_hub": None})
 
 
-def changed(chain: Any) -> dict[str, Any]:
+def changed(chain: ChainConfig) -> dict[str, Any]:
     """The options that differ from their defaults and, in a section, from the top. `--config` can read them."""
     defaults = combine(type(chain), [])
     top = {name: value for name, value in parser.changed(chain, defaults).items() if name not in SECTIONS.values()}
@@ -223,7 +223,7 @@ def changed(chain: Any) -> dict[str, Any]:
     return top | parser.difference(sections, inherited)
 
 
-def _inputs_named_above(chain: Any, origins: parser.Origins) -> Iterator[tuple[str, str]]:
+def _inputs_named_above(chain: ChainConfig, origins: parser.Origins) -> Iterator[tuple[str, str]]:
     """Models on the command line that PPO starts from: with step 3, without the step that trains the model.
 
     A model from which the stage in the output directory started is none of them: the user has repeated a command, and

@@ -6,10 +6,10 @@ rule (rlhf.rewards.Sources). Models of the same pairs are an ensemble (Coste et 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rlhf import plugins
-from rlhf.chain.options import without_one_time_options
+from rlhf.chain.options import ChainConfig, without_one_time_options
 from rlhf.chain.stages import STAGES
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -21,9 +21,11 @@ SAFE, OTHER = "safe", "helpful"
 CHAIN, OPTIONS = "chain.yaml", "reward_models.yaml"
 LOCK = ".reward-models"
 """the directory whose lock a call holds: those of its runs lock theirs"""
+RunChain = Callable[[list[str]], ChainConfig | None]
+"""runs the chain with a command line, and returns its options"""
 
 
-def named_data(chain: Any) -> dict[str, str]:
+def named_data(chain: ChainConfig) -> dict[str, str]:
     """The data of each reward model, by its name. Raises: UserError for a word that is not NAME=PATH."""
     named: dict[str, str] = {}
     for word in chain.reward_models:
@@ -80,10 +82,11 @@ def scoring_of(run: Path) -> "Scoring | None":
     return Scoring(tuple(specs), config["reward_combine"], **combination)
 
 
-def train(chain: Any, origins: parser.Origins, run: Callable[[list[str]], Any]) -> Any:
+def train(
+    chain: ChainConfig, origins: parser.Origins, run: Callable[[list[str]], ChainConfig | None]
+) -> ChainConfig | None:
     """Fine-tuning, one reward model after the other in OUT/reward-NAME, and step 3 with all of them.
 
-    run: runs the chain with a command line, and returns its options
     Returns: the options of step 3.
     All options are saved, for a later call that names the output directory only.
     Model k has the seed of step 2 plus k: another head and another order of the pairs, of which the same are held out.

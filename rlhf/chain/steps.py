@@ -4,15 +4,15 @@ import shlex
 import sys
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
+from rlhf.chain.options import ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.launch.failure_summary import on_every_host
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.inputs import inputs
 
 
-def needed(chain: Any) -> tuple[int, ...]:
+def needed(chain: ChainConfig) -> tuple[int, ...]:
     """Step 3, and the steps before it whose models it starts from."""
     paths = inputs(chain.ppo).values()
     reward = any(_makes(chain, 2, path) for path in paths)
@@ -20,17 +20,17 @@ def needed(chain: Any) -> tuple[int, ...]:
     return (*([1] if actor else []), *([2] if reward else []), 3)
 
 
-def _makes(chain: Any, step: int, path: str) -> bool:
+def _makes(chain: ChainConfig, step: int, path: str) -> bool:
     """Whether that step of the chain makes the model at `path`."""
     return planned_start(path, chain.output_dir, {STAGES[step].name: path}) is not None
 
 
-def chosen_steps(chain: Any) -> tuple[int, ...]:
+def chosen_steps(chain: ChainConfig) -> tuple[int, ...]:
     """The steps that the command names, sorted; by default the steps that are needed."""
     return tuple(sorted(set(chain.steps))) if chain.steps else needed(chain)
 
 
-def describe_skipped(chain: Any) -> list[str]:
+def describe_skipped(chain: ChainConfig) -> list[str]:
     """A line for each step that is skipped because step 3 does not need it."""
     if chain.steps:
         return []
@@ -43,7 +43,7 @@ def describe_skipped(chain: Any) -> list[str]:
     ]
 
 
-def next_step(chain: Any, program: str) -> str:
+def next_step(chain: ChainConfig, program: str) -> str:
     """The next command of the user, or the path of the tuned policy. program: what was run, as `rlhf train`"""
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
