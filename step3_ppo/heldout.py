@@ -56,11 +56,11 @@ def gather_evaluation(
     small by KL(pi_s, pi): up to about 0.001 nats a token. With log pi_s in place of log pi the KL would be too large by
     the rounding of sampling.
     """
-    samples, tokens = as_samples(rollout, tokenizer), of_all_ranks(rollout.response_tokens())
+    samples, tokens = as_samples(rollout, tokenizer), collectives.of_all_ranks(rollout.response_tokens())
     judge_scores = None if judge is None else _all(judge(samples))
     return Evaluation(
-        prompts=tuple(of_all_ranks(samples.prompts)),
-        responses=tuple(of_all_ranks(samples.responses)),
+        prompts=tuple(collectives.of_all_ranks(samples.prompts)),
+        responses=tuple(collectives.of_all_ranks(samples.responses)),
         scores=_all(rollout.scores),
         judge_scores=judge_scores,
         kl=_all(ops.zero_off_mask(rollout.logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
@@ -69,7 +69,7 @@ def gather_evaluation(
         ended=_all(rollout.ended),
         distinct_2=distinct(tokens, 2),
         by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
-        questions=tuple(of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
+        questions=tuple(collectives.of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
         tokens=tuple(tokens),
     )
 
@@ -88,13 +88,7 @@ def nonfinite_scores(evaluation: Evaluation) -> str | None:
 
 
 def _all(values: Tensor) -> Tensor:
-    return torch.tensor(of_all_ranks(values.float().tolist()))
-
-
-def of_all_ranks(values: Sequence[Any]) -> list[Any]:
-    """One value per response of each rank, in the order in which the prompts were dealt to the ranks."""
-    by_rank = collectives.gather_replicas(list(values))
-    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
+    return torch.tensor(collectives.of_all_ranks(values.float().tolist()))
 
 
 def compare(before: Evaluation, after: Evaluation) -> Metrics:

@@ -189,6 +189,9 @@ def run(config: Step3Config) -> None:
             raise UserError(problem)
         start = measure(learner, evaluation, judge, before)
 
+        def results() -> Metrics:
+            return compare(before, after) | worth(start, before, after)
+
         def evaluate_again(iteration: int) -> Metrics:
             nonlocal after
             after = evaluate(learner, evaluation, judge)
@@ -197,7 +200,7 @@ def run(config: Step3Config) -> None:
                 console.say(f"warning, iteration {iteration}: {problem}")
             samples = write_samples(stage.directory / "samples.jsonl", iteration, before, after)
             stage.recorder.table("samples", iteration, samples[: config.sample_rows])
-            return compare(before, after) | worth(start, before, after)
+            return results()
 
         save_actor, save_critic = _exports(learner, config, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
@@ -227,7 +230,7 @@ def run(config: Step3Config) -> None:
             exports["critic"] = save_critic
         if learner.ema is not None:
             exports["ema"] = partial(save_actor, average=learner.ema)
-        stage.finish(exports, compare(before, after) | worth(start, before, after), learner.state_dict())
+        stage.finish(exports, results(), learner.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 
 

@@ -20,7 +20,7 @@ from rlhf.storage import disk
 from rlhf.training import random_sources
 from rlhf.types import Metrics
 from step3_ppo.config import BEST_OF, STAGE
-from step3_ppo.heldout import Evaluation, of_all_ranks
+from step3_ppo.heldout import Evaluation
 from step3_ppo.learner import Learner
 from step3_ppo.rollout import combined_scores
 from step3_ppo.schedule import iterations
@@ -71,7 +71,7 @@ def measure(
     with random_sources.apart(config.seed):
         scores = [combined_scores(sampled, learner.scorer)[0]]
         scores += [] if judge is None else [judge(as_samples(sampled, learner.scorer.tokenizer))]
-    others = [of_all_ranks(values.float().view(-1, more).tolist()) for values in scores]
+    others = [collectives.of_all_ranks(values.float().view(-1, more).tolist()) for values in scores]
     start = torch.cat([first[:, :, None], torch.tensor(others)], dim=2)
     if not start.isfinite().all():
         console.say(f"warning: {STAGE.name}: a score before training is no finite number, so no best-of-n is reported")

@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from rlhf.distributed import rendezvous
 from rlhf.errors import UserError
 
+T = TypeVar("T")
 RANKS_PER_REPLICA = "RLHF_RANKS_PER_REPLICA"
 """environment variable: number of consecutive ranks that compute the same rows, each its part of the model or of the
 tokens (tensor or sequence parallelism)"""
@@ -186,6 +187,12 @@ def broadcast_in_replica(value: Any) -> Any:
 def gather_replicas(value: Any) -> list[Any]:
     """The `value` of the first rank of each replica, in the order of `dp_rank`, on every rank."""
     return gather_objects(value)[:: ranks_per_replica()]
+
+
+def of_all_ranks(values: Sequence[T]) -> list[T]:
+    """The values of all replicas, on every rank, in the order in which they were dealt: one to each in turn."""
+    by_rank: list[list[T]] = gather_replicas(list(values))
+    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ from rlhf.text.messages import unread
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
@@ -44,8 +41,8 @@ class PromptSet:
     def batches(self, stream: int = 0) -> Iterator[tuple[Prompts, Tensor]]:
         """This rank's batches of (left-padded prompts, uniform random numbers [B, T] to sample the responses with).
 
-        The ranks take the batches in turn; `of_all_ranks` restores their order. Policies with the same `stream` sample
-        with the same random numbers.
+        The ranks take the batches in turn; `collectives.of_all_ranks` restores their order. Policies with the same
+        `stream` sample with the same random numbers.
         """
         o = self.options
         ranks = collectives.world_size()
@@ -54,12 +51,6 @@ class PromptSet:
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
             prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts, uniforms(keys, o.response_length, EVALUATION)
-
-
-def of_all_ranks(own: list[T]) -> list[T]:
-    """The results of the batches of all ranks, in the order of the batches. own: those of `PromptSet.batches`"""
-    by_rank = collectives.gather_objects(own)
-    return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
 @dataclass(frozen=True, slots=True)

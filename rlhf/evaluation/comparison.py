@@ -17,7 +17,6 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     generation_setup,
-    of_all_ranks,
     policy_path,
     require_writable,
 )
@@ -155,7 +154,7 @@ def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.
         columns = torch.stack([value.double().cpu() for value in numbers], dim=1)
         batches.append((list(samples.responses), rollout.response_tokens(), columns))
         bar.advance(len(rollout))
-    batches = of_all_ranks(batches)
+    batches = collectives.of_all_ranks(batches)
     texts = [text for batch_texts, _, _ in batches for text in batch_texts]
     tokens = [ids for _, batch_tokens, _ in batches for ids in batch_tokens]
     all_columns = torch.cat([columns for _, _, columns in batches])

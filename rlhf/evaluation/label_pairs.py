@@ -17,7 +17,6 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     generation_setup,
-    of_all_ranks,
     policy_path,
     require_writable,
 )
@@ -111,7 +110,7 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
                 by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)
                 batches.append(list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True)))
                 bar.advance(len(prompts))
-            by_policy.append([side for sides in of_all_ranks(batches) for side in sides])
+            by_policy.append([side for sides in collectives.of_all_ranks(batches) for side in sides])
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
