@@ -80,7 +80,7 @@ def test_ranks_that_agree() -> None:
 
 def test_a_difference_is_told_to_every_rank() -> None:
     other = record(
-        "b", **{"torch": "2.11", "--seed": "1", "rlhf/training/run.py": "cd", "my.py": "1", "peft": "2", "tyro": "3"}
+        "b", **{"torch": "2.11", "--seed": "1", "rlhf/training/run.py": "cd", "my.py": "1", "peft": "2", "rich": "3"}
     )
     messages = meet([record("a"), record("b"), other])
     assert messages[0] == messages[1] == messages[2]
