@@ -1,6 +1,7 @@
 """The workload of supervised fine-tuning, for a plan."""
 
 import functools
+from collections.abc import Mapping
 
 from rlhf.hub.short_names import resolve
 from rlhf.plan.forecast import ModelSpec, Workload
@@ -11,7 +12,7 @@ from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
 
 
-def workload(config: SFTConfig, device: str, model_paths: dict[str, str]) -> Workload:
+def workload(config: SFTConfig, device: str, model_paths: Mapping[str, str]) -> Workload:
     """Rows of `max_length` tokens. Every token but the first may count in the loss.
 
     model_paths: paths of the models of earlier stages; this stage has no earlier stage

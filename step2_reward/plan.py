@@ -6,15 +6,12 @@ from rlhf.plan.forecast import ModelSpec, Workload, extended_ids
 from rlhf.supervised.workload import supervised_workload
 from step2_reward.config import STAGE, RewardConfig
 
-RANKED = (
-    "one pair per batch element is assumed; a ranked list of K responses has K (K - 1) / 2 pairs, which needs that "
-    "many times the micro-batches and the time, but no larger micro-batches"
-)
+RANKED = "one pair a row is assumed; a ranked list of K responses is K (K - 1) / 2 pairs, so many times as long"
 """A plan reads no data, so it does not know how many responses a ranked list has."""
 
 
 def workload(
-    config: RewardConfig, device: str, model_paths: dict[str, str], ids: Mapping[str, int] | None = None
+    config: RewardConfig, device: str, model_paths: Mapping[str, str], ids: Mapping[str, int] | None = None
 ) -> Workload:
     """Pairs whose sides have `max_length` tokens.
 

@@ -49,7 +49,7 @@ def reward_model_paths(config: Step3Config) -> list[str]:
 
 
 def workload(
-    config: Step3Config, device: str, model_paths: dict[str, str], ids: Mapping[str, int] | None = None
+    config: Step3Config, device: str, model_paths: Mapping[str, str], ids: Mapping[str, int] | None = None
 ) -> Workload:
     """Prompts of `max_prompt_length` and responses of `response_length` tokens.
 
@@ -122,7 +122,7 @@ def _is_on_base(model: str, base: str) -> bool:
         return False
 
 
-def _models(config: Step3Config, model_paths: dict[str, str], ids: Mapping[str, int] | None) -> Iterator[ModelSpec]:
+def _models(config: Step3Config, model_paths: Mapping[str, str], ids: Mapping[str, int] | None) -> Iterator[ModelSpec]:
     def start_of(option: str, own: str | None) -> _Start:
         return _Start(own) if own else _Start(model_paths[option], extended_ids(ids, option))
 

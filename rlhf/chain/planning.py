@@ -9,10 +9,9 @@ from typing import Any
 from data.preflight import expected_rows
 from data.read.records import Phase
 from rlhf.chain import reward_models
-from rlhf.chain.options import SECTIONS, changed
+from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
-from rlhf.config import parser
 from rlhf.plan.choose import as_flags
 from rlhf.plan.command import WorkloadOf, format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
@@ -57,9 +56,10 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
     proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
     if None in proposals.values():
         return format_plans(plans)
-    deployment = _deployment(chain, plan_options.devices or processes)
-    command = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
-    return f"{format_plans(plans)}\n\n{proposal(chain, command, proposals, deployment)}"
+    words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
+    words += _deployment(chain, plan_options.devices or processes)
+    words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
+    return f"{format_plans(plans)}\n\nthe fastest setting that fits:\n{' '.join(filter(None, words))}"
 
 
 def _with_rows(section: str, function: Callable[..., Workload]) -> Callable[..., Workload]:
@@ -75,26 +75,11 @@ def _with_rows(section: str, function: Callable[..., Workload]) -> Callable[...,
     return counted
 
 
-def _deployment(chain: Any, devices: int) -> dict[str, str]:
+def _deployment(chain: Any, devices: int) -> list[str]:
     """The options that start as many processes, if the command line does not yet."""
     if chain.deployment_type not in ("auto", "single_gpu") or devices == 1:
-        return {}
-    if devices <= NODE:
-        return {"deployment_type": "single_node"}
-    return {"deployment_type": "multi_node", "hostfile": "hostfile"}
-
-
-def proposal(chain: Any, command: list[str], proposals: dict[str, Any], deployment: dict[str, str]) -> str:
-    """The command line, and the YAML file for --config, that train with the proposed options of each section."""
-    words = [*command, *(f"--{name.replace('_', '-')} {value}" for name, value in deployment.items())]
-    words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
-    tree = changed(chain.model_copy(update=proposals | deployment))
-    tree = {name: value for name, value in tree.items() if name not in PlanOptions.model_fields}
-    tree = {"actor_model": chain.actor_model, "reward_model": chain.reward_model} | tree
-    return (
-        f"the fastest setting that fits:\n{' '.join(filter(None, words))}\n\n"
-        f"the same as a file for --config:\n{parser.tree_to_yaml(tree)}"
-    ).rstrip()
+        return []
+    return ["--deployment-type single_node" if devices <= NODE else "--deployment-type multi_node --hostfile hostfile"]
 
 
 def _without_plan(argv: list[str]) -> list[str]:
@@ -114,8 +99,8 @@ def _without_plan(argv: list[str]) -> list[str]:
 def resolve_zero_stages(chain: Any, processes: int) -> Any:
     """Replace `--zero-stage auto` by the fastest setting that fits, and print it. Raises: UserError if none fits."""
     stages, plan_options, model_paths = workloads(chain)
-    for section, (options, workload) in stages.items():
-        resolved, line = resolve_zero_stage(options, workload, plan_options, processes, model_paths)
-        print(line, end="\n" if line else "", flush=True)
-        chain = chain.model_copy(update={section: resolved})
-    return chain
+    resolved = {
+        section: resolve_zero_stage(options, workload, plan_options, processes, model_paths)
+        for section, (options, workload) in stages.items()
+    }
+    return chain.model_copy(update=resolved)

@@ -25,7 +25,7 @@ class Stage(Protocol):
     def content(self, config: Any, /) -> Mapping[str, str]:
         """A digest of each local file or folder of its data."""
 
-    def workload(self, config: Any, device: str, model_paths: dict[str, str], /) -> "Workload":
+    def workload(self, config: Any, device: str, model_paths: Mapping[str, str], /) -> "Workload":
         """The workload for a plan. device: cpu or cuda. model_paths: paths of the models of earlier stages, by
         option."""
 

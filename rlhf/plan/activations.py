@@ -20,7 +20,7 @@ from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.models.policy import Entropy
 from rlhf.plan import sizes
-from rlhf.plan.sizes import WHOLE, Head, Setup
+from rlhf.plan.sizes import Head, Setup
 
 TRACED = (1, 2)
 """numbers of layers that are traced: each further layer adds as many bytes as the second one"""
@@ -42,22 +42,21 @@ class PassShape:
     """tokens of a row that go through the language-model head"""
     entropy: Entropy = "none"
     """whether the policy's entropy is computed too, and has a gradient"""
+    dtype: torch.dtype = torch.float32
+    checkpointing: bool = False
+    """whether the backward pass computes activations again"""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
     """Peak bytes beside weights and accumulated gradients."""
 
-    head: int
+    head: int = 0
     """until the backward pass leaves the last layer: the saved activations, and the gradients of the head"""
-    embeddings: int
+    embeddings: int = 0
     """after the backward pass has left the first layer: the gradients of the embeddings"""
-    inference: int
+    inference: int = 0
     """in a forward pass without gradients"""
-
-    @property
-    def training(self) -> int:
-        return max(self.head, self.embeddings)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -112,23 +111,18 @@ def more_on_gpu(logits: int) -> int:
 
 
 @functools.cache
-def activations(
-    model_path: str, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool, shape: PassShape
-) -> Activations:
-    """Peaks of the model at `model_path` in a pass of this shape, with as many layers as its config has.
+def training(model_path: str, head: Head, setup: Setup, shape: PassShape) -> Activations:
+    """Peaks of the model at `model_path` in training, with as many layers as its config has.
 
     The largest peak is where the backward pass leaves the head, or (with short rows and a large vocabulary) where
     it reaches the embeddings. The first grows by the same number of bytes with each layer, the second is constant.
     Raises: UserError for an adapter whose passes depend on the values of its weights, or reach no layer's output.
     """
+    config = sizes.resized_config(model_path, setup)
     try:
         (few, embeddings), (more, _) = (
             _training_peaks(
-                *_fake_model(
-                    with_layers(sizes.resized_config(model_path, setup), count), head, setup, dtype, checkpointing
-                ),
-                head,
-                shape,
+                *_fake_model(with_layers(config, count), head, setup, shape.dtype, shape.checkpointing), head, shape
             )
             for count in TRACED
         )
@@ -140,15 +134,14 @@ def activations(
             "which needs about as much memory, and leave --zero-stage auto out"
         ) from None
     layers = sizes.size(model_path, head, setup).layers
-    unwrapped = inference(model_path, head, dtype, shape, Setup(ids=setup.ids))
-    return Activations(few + (more - few) * (layers - TRACED[0]), embeddings, unwrapped)
+    return Activations(few + (more - few) * (layers - TRACED[0]), embeddings)
 
 
 @functools.cache
-def inference(model_path: str, head: Head, dtype: torch.dtype, shape: PassShape, setup: Setup = WHOLE) -> int:
+def inference(model_path: str, head: Head, setup: Setup, shape: PassShape) -> int:
     """Peak bytes beside the weights in a forward pass without gradients; every layer has the same peak."""
     config = with_layers(sizes.resized_config(model_path, setup), TRACED[-1])
-    model, mode = _fake_model(config, head, setup, dtype, False)
+    model, mode = _fake_model(config, head, setup, shape.dtype, False)
     with mode, torch.no_grad():
         ids = _input_ids(shape)
         with _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])) as live:

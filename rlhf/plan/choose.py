@@ -9,14 +9,12 @@ from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
 from rlhf.engine.precision import with_dtype
-from rlhf.errors import UserError
 from rlhf.plan.cost import seconds_of_parts
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
 from rlhf.plan.machine import Machine
 
 C = TypeVar("C", bound=EngineOptions)
 
-AUTO = "auto"
 OFFLOAD = {"zero_stage": 3, "offload_optimizer": True}
 SHARDING: tuple[dict[str, Any], ...] = (
     *({"zero_stage": number} for number in (0, 1, 2, 3)),
@@ -28,7 +26,8 @@ SHARDING: tuple[dict[str, Any], ...] = (
     OFFLOAD | {"offload_param": True, "gather_whole": False},
 )
 """What ZeRO shards, and what lies in CPU memory. Without gather_whole no device holds all weights at any time."""
-FLAGS = ("offload_optimizer", "offload_param", "gradient_checkpointing")
+SWITCHED = {"offload_optimizer": True, "offload_param": True, "gather_whole": False}
+"""the options of SHARDING, as a user may have set them"""
 ROWS = ("micro_batch_size", "rollout_batch_size")
 """options that are halved as long as they are above 1; --eval-batch-size is halved with the micro-batch size"""
 ADAPTER = "lora,r=16,lora_alpha=32"
@@ -39,48 +38,39 @@ FASTER_LEARNING = 10
 
 def candidates(options: C, machine: Machine) -> Iterator[C]:
     """All settings that change memory and speed, but no result. What the user has switched on stays on."""
-    rows = [_halvings(options, name) for name in ROWS if name in type(options).model_fields]
-    frozen = [name for name in type(options).model_fields if isinstance(getattr(options, name), FrozenOptions)]
-    offloaded = {name: getattr(options, name).model_copy(update={"offload": True}) for name in frozen}
-    checkpointing = [{"gradient_checkpointing": flag} for flag in (False, True)]
-    requested = {name: True for name in FLAGS if getattr(options, name)}
-    requested |= {} if options.gather_whole else {"gather_whole": False}
-    changes: list[list[dict[str, Any]]] = [_sharding(machine), checkpointing, *rows]
-    changes += [[{}, offloaded]] if frozen and not (machine.on_cpu or options.share_trunk) else []
-    unique: dict[str, C] = {}
-    for combination in product(*changes):
-        update: dict[str, Any] = {}
-        for change in combination:
-            update |= change
-        candidate = options.model_copy(update=update | requested)
-        whole_only = candidate.share_trunk or candidate.quantize != "none"
-        offloads = candidate.quantize != "none" and update.keys() & offloaded.keys()
-        if offloads or (whole_only and candidate.zero_stage == 3):
-            continue
-        if candidate.zero_stage == 3 or not (candidate.offload_param or not candidate.gather_whole):
-            unique.setdefault(candidate.model_dump_json(), candidate)
-    yield from unique.values()
-
-
-def _sharding(machine: Machine) -> list[dict[str, Any]]:
-    """The entries of SHARDING that differ: offloading beside a GPU, and division among several processes."""
-    alone = machine.count == 1
-    return [
-        setting
-        for setting in SHARDING
-        if not (machine.on_cpu and "offload_optimizer" in setting)
-        and not (alone and setting["zero_stage"] != 1 and "offload_optimizer" not in setting)
+    changes: list[list[dict[str, Any]]] = [
+        _sharding(options, machine),
+        [{"gradient_checkpointing": flag} for flag in (False, True) if flag or not options.gradient_checkpointing],
+        *(_halvings(options, name) for name in ROWS if name in type(options).model_fields),
     ]
+    frozen = {name: value for name, value in options if isinstance(value, FrozenOptions)}
+    if frozen and not (machine.on_cpu or options.share_trunk or options.quantize != "none"):
+        changes.append([{}, {name: value.model_copy(update={"offload": True}) for name, value in frozen.items()}])
+    for combination in product(*changes):
+        yield options.model_copy(update={name: value for change in combination for name, value in change.items()})
+
+
+def _sharding(options: EngineOptions, machine: Machine) -> list[dict[str, Any]]:
+    """The entries of SHARDING that are possible and differ: offloading beside a GPU, and division among several
+    processes."""
+    requested = {name: value for name, value in SWITCHED.items() if getattr(options, name) == value}
+    most = 2 if options.share_trunk or options.quantize != "none" else 3
+    least = 3 if most == 3 and requested.keys() & {"offload_param", "gather_whole"} else 0
+    settings = list[dict[str, Any]]()
+    for entry in SHARDING:
+        stage, offloads, setting = entry["zero_stage"], "offload_optimizer" in entry, entry | requested
+        alone = machine.count == 1 and not offloads and stage != max(1, least)
+        if least <= stage <= most and not (machine.on_cpu and offloads) and not alone and setting not in settings:
+            settings.append(setting)
+    return settings
 
 
 def _halvings(options: EngineOptions, name: str) -> list[dict[str, Any]]:
-    value = getattr(options, name)
+    value, rows = getattr(options, name), getattr(options, "eval_batch_size", None)
     halves: list[dict[str, Any]] = [{name: value >> times} for times in range(value.bit_length())]
-    if name == "micro_batch_size" and getattr(options, "eval_batch_size", None):
-        rows = options.eval_batch_size  # type: ignore[attr-defined]  # of options with an optimizer
-        for times, half in enumerate(halves[1:], 1):
-            half["eval_batch_size"] = max(1, rows >> times)
-        if halves[-1].get("eval_batch_size", rows) > 1:
+    if name == "micro_batch_size" and rows:
+        halves = [half | {"eval_batch_size": max(1, rows >> times)} for times, half in enumerate(halves)]
+        if halves[-1]["eval_batch_size"] > 1:
             halves.append({name: 1, "eval_batch_size": 1})
     return halves
 
@@ -89,9 +79,10 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     """(options with the fastest setting that fits, else with the least demanding one; its forecast).
 
     Of settings that take the same time, the first in the order of SHARDING, then with the most rows.
+    Raises: UserError for an optimizer that has the whole weights that it needs in no setting.
     """
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
-    settings = [each for each in settings if not _runs_as_stage_1(*each) and _has_whole_weights(*each, machine.count)]
+    settings = [each for each in settings if _is_possible(*each, machine.count)]
     if not settings:
         work = workload(options)
         require_whole(with_dtype(options, work.dtype), work.b, machine.count)
@@ -105,13 +96,11 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     return min(small, key=lambda each: sum(each[1].shortfall))
 
 
-def _runs_as_stage_1(candidate: EngineOptions, workload: Workload) -> bool:
-    return candidate.zero_stage == 0 and (workload.b < 4 or candidate.offload_optimizer)
-
-
-def _has_whole_weights(candidate: EngineOptions, workload: Workload, ranks: int) -> bool:
-    """Whether the optimizer of a setting, if it is not AdamW, has the whole weights that it needs."""
-    return candidate.optim == "adamw" or effective_stage(with_dtype(candidate, workload.dtype), workload.b, ranks) == 0
+def _is_possible(candidate: EngineOptions, workload: Workload, ranks: int) -> bool:
+    """Whether a setting runs under the ZeRO stage that it names, or one process has whole weights anyway, and its
+    optimizer, if it is not AdamW, has the whole weights that it needs."""
+    stage = effective_stage(with_dtype(candidate, workload.dtype), workload.b, ranks)
+    return (candidate.zero_stage != 0 or stage == 0) and (candidate.optim == "adamw" or stage == 0)
 
 
 def _least_rows(candidate: EngineOptions) -> bool:
@@ -148,21 +137,6 @@ def _words(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [f"--{above}{dot}{'' if value else 'no-'}{option}"]
     return [f"--{above}{dot}{option}", f"{value:g}" if isinstance(value, float) else str(value)]
-
-
-def resolve_auto(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, str]:
-    """(options with `--zero-stage auto` replaced, a line that names the choice). No result depends on the choice.
-
-    Raises: UserError if no setting fits.
-    """
-    if options.zero_stage != AUTO:
-        return options, ""
-    candidate, plan = choose(options, workload, machine)
-    if not plan.fits:
-        raise UserError(
-            f"--zero-stage auto: nothing fits; {shortfall_message(plan)} with the least demanding setting; {CURE}"
-        )
-    return candidate, f"{plan.workload.stage}: --zero-stage auto is {as_flags(candidate, options)}"
 
 
 def shortfall_message(plan: Forecast) -> str:

@@ -1,21 +1,21 @@
 """`--plan` and `--zero-stage auto` of a chain of stages: the forecasts as text, and the settings that fit."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlhf import console
-from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.plan.choose import AUTO, CURE, as_flags, choose, resolve_auto, shortfall_message, with_adapter
+from rlhf.plan.choose import CURE, as_flags, choose, shortfall_message, with_adapter
 from rlhf.plan.cost import seconds_of_parts
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
 from rlhf.plan.machine import Machine, describe_machine
 from rlhf.plan.zero import Bytes
 
-WorkloadOf = Callable[[Any, str, dict[str, str]], Workload]
+AUTO = "auto"
+WorkloadOf = Callable[[Any, str, Mapping[str, str]], Workload]
 """`workload(options, kind of device, paths of the models that earlier stages make)` of a stage's plan.py"""
 Stages = Mapping[str, tuple[Any, WorkloadOf]]
 """options and workload of each stage, by its section of options"""
@@ -33,7 +33,9 @@ class StagePlan:
     """the stage's options with the fastest setting that fits; None if none fits"""
 
 
-def plan_stages(stages: Stages, options: PlanOptions, processes: int, model_paths: dict[str, str]) -> list[StagePlan]:
+def plan_stages(
+    stages: Stages, options: PlanOptions, processes: int, model_paths: Mapping[str, str]
+) -> list[StagePlan]:
     """The plan of every stage. `processes`: the number that the run would start on this machine."""
     target = describe_machine(options, processes)
     return [
@@ -76,28 +78,31 @@ def format_plans(plans: Sequence[StagePlan]) -> str:
 
 
 def resolve_zero_stage(
-    options: Any, workload: WorkloadOf, plan: PlanOptions, processes: int, model_paths: dict[str, str]
-) -> tuple[Any, str]:
-    """(a stage's options with `--zero-stage auto` replaced by the fastest setting that fits, a line that names it).
+    options: Any, workload: WorkloadOf, plan_options: PlanOptions, processes: int, model_paths: Mapping[str, str]
+) -> Any:
+    """A stage's options with `--zero-stage auto` replaced by the fastest setting that fits, which a line names. No
+    result depends on the choice.
 
     Raises: UserError if no setting fits.
     """
     if options.zero_stage != AUTO:
-        return options, ""
-    target = describe_machine(plan, processes)
-    return resolve_auto(options, _checked(workload, target, model_paths), target)
-
-
-def resolve_standalone(options: Any, workload: WorkloadOf, model_paths: Mapping[str, str] | None = None) -> Any:
-    """The same for a stage that is started without a chain. Prints the choice."""
-    paths = dict(model_paths or {})
-    chosen, line = resolve_zero_stage(options, workload, PlanOptions(), collectives.world_size(), paths)
-    if line:
-        console.say(line)
+        return options
+    target = describe_machine(plan_options, processes)
+    chosen, plan = choose(options, _checked(workload, target, model_paths), target)
+    if not plan.fits:
+        raise UserError(
+            f"--zero-stage auto: nothing fits; {shortfall_message(plan)} with the least demanding setting; {CURE}"
+        )
+    console.say(f"{plan.workload.stage}: --zero-stage auto is {as_flags(chosen, options)}")
     return chosen
 
 
-def _checked(workload: WorkloadOf, target: Machine, model_paths: dict[str, str]) -> Callable[[Any], Workload]:
+def resolve_standalone(options: Any, workload: WorkloadOf, model_paths: Mapping[str, str] | None = None) -> Any:
+    """The same for a stage that is started without a chain."""
+    return resolve_zero_stage(options, workload, PlanOptions(), collectives.world_size(), model_paths or {})
+
+
+def _checked(workload: WorkloadOf, target: Machine, model_paths: Mapping[str, str]) -> Callable[[Any], Workload]:
     """The stage's workload function on this machine, with its mistakes as a UserError."""
 
     def stage_workload(options: Any) -> Workload:
@@ -124,39 +129,29 @@ def gigabytes(value: float) -> str:
 
 def report(plan: Forecast) -> str:
     """A stage as text: one line for each model, the moment with the most memory, whether it fits, time and disk."""
-    return "\n".join(_report_lines(plan))
-
-
-def _report_lines(plan: Forecast) -> Iterator[str]:
-    workload, machine = plan.workload, plan.machine
-    count, kind = machine.count, machine.device.kind
-    what = f"{count} process{'es' * (count > 1)} on the CPU" if machine.on_cpu else f"{count} x {kind}"
-    dtype = str(workload.dtype).removeprefix("torch.")
-    batches = f"{micro_batches(workload, count)} micro-batches of {_micro_batch_label(plan)}"
-    yield f"{workload.stage} on {what}, {dtype}, {batches} a step"
-    yield f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS)
-    for model in plan.models:
-        yield f"  {_model_label(model):30}" + "".join(f"{_cell(value):>12}" for value in _memory_columns(model))
+    workload, machine, on_cpu = plan.workload, plan.machine, plan.machine.on_cpu
+    count, dtype = machine.count, str(workload.dtype).removeprefix("torch.")
+    what = f"{count} process{'es' * (count > 1)} on the CPU" if on_cpu else f"{count} x {machine.device.kind}"
+    rows = f"{workload.micro_batch} x {workload.shape.tokens} tokens"
     peak = f"{gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
-    yield f"  most on a {_unit(plan)}: {peak}"
-    if not machine.on_cpu:
-        yield f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
-    if machine.on_cpu:
-        yield "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
-    yield "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}"
-    yield from _cost_lines(plan)
-    if workload.note:
-        yield f"  {workload.note}"
-
-
-def _unit(plan: Forecast) -> str:
-    return "process" if plan.machine.on_cpu else "device"
+    lines = [
+        f"{workload.stage} on {what}, {dtype}, {micro_batches(workload, count)} micro-batches of {rows} a step",
+        f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS),
+        *(f"  {_model_label(model):30}" + "".join(map(_cell, _memory_columns(model))) for model in plan.models),
+        f"  most on a {'process' if on_cpu else 'device'}: {peak}",
+        "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
+        if on_cpu
+        else f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device",
+        "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}",
+        _time(plan),
+        f"  disk: {gigabytes(plan.disk)} GB for {workload.keep} checkpoints, one being written, and the models",
+    ]
+    return "\n".join([*lines, *([f"  {workload.note}"] if workload.note else [])])
 
 
 def _model_label(model: ModelForecast) -> str:
     options = model.spec.options
-    trained = isinstance(options, EngineOptions)
-    setting = f"ZeRO-{options.zero_stage}" if trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
+    setting = f"ZeRO-{options.zero_stage}" if model.spec.trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
     if model.spec.on_trunk:
         setting += ", on the trunk"
     elif model.spec.adapter is not None:
@@ -164,43 +159,32 @@ def _model_label(model: ModelForecast) -> str:
     return f"{model.spec.role} ({setting}, {model.size.total / 1e6:,.1f}M)"
 
 
-def _micro_batch_label(plan: Forecast) -> str:
-    shape = plan.workload.shape
-    return f"{plan.workload.micro_batch} x {shape.tokens} tokens"
-
-
 def _memory_columns(model: ModelForecast) -> tuple[Bytes, ...]:
-    memory = model.memory
-    activations = Bytes(model.activations.training if model.spec.trained else model.activations.inference)
+    memory, peaks = model.memory, model.activations
+    activations = Bytes(max(peaks.head, peaks.embeddings) if model.spec.trained else peaks.inference)
     buffers = memory.buffers + memory.passing
     return memory.weights, memory.gradients, memory.optimizer, buffers, activations, Bytes(model.cache), memory.gathered
 
 
 def _cell(value: Bytes) -> str:
     """Gigabytes on the device; those in CPU memory follow a plus sign."""
-    if not value.total:
-        return "-"
-    parts = [gigabytes(value.device)] if value.device else []
-    return "".join([*parts, *([f"+{gigabytes(value.host)}cpu"] if value.host else [])])
+    parts = [gigabytes(value.device)] * bool(value.device) + [f"+{gigabytes(value.host)}cpu"] * bool(value.host)
+    return f"{''.join(parts) or '-':>12}"
 
 
-def _total_time(plan: Forecast, step_seconds: float) -> str:
-    """How long the stage takes, as far as it is known before its data are read."""
-    workload = plan.workload
+def _time(plan: Forecast) -> str:
+    """How long the stage takes, as far as it is known before its data are read, and one step of it."""
+    workload, parts = plan.workload, seconds_of_parts(plan.workload, plan.machine)
     if workload.iterations:
-        total = console.duration(workload.iterations * step_seconds)
-        return f"{workload.iterations:,} iterations: about {total}, and the evaluations"
-    if workload.rows:
-        total = console.duration(workload.rows / workload.batch * step_seconds)
-        return f"about {workload.rows:,} rows of your files, all epochs together: about {total}, and the evaluations"
-    return f"1,000 rows: about {console.duration(1000 / workload.batch * step_seconds)} an epoch, and the evaluations"
-
-
-def _cost_lines(plan: Forecast) -> Iterator[str]:
-    parts = seconds_of_parts(plan.workload, plan.machine)
-    rate, seconds = plan.machine.flops(plan.workload.b) / 1e12, sum(parts.values())
-    times = ", ".join(f"{name} {part:.2g} s" for name, part in parts.items())
-    what = "iteration" if plan.workload.rollout else "optimizer step"
-    yield f"  {_total_time(plan, seconds)}"
-    yield f"  {what}: about {seconds:.2g} s ({times}) at {rate:.3g} TFLOP/s of a {_unit(plan)}, a rough estimate"
-    yield f"  disk: {gigabytes(plan.disk)} GB for {plan.workload.keep} checkpoints, one being written, and the models"
+        amount, steps = f"{workload.iterations:,} iterations", float(workload.iterations)
+    elif workload.rows:
+        amount = f"about {workload.rows:,} rows of your files, all epochs together"
+        steps = workload.rows / workload.batch
+    else:
+        amount, steps = "1,000 rows of an epoch", 1000 / workload.batch
+    seconds, times = sum(parts.values()), ", ".join(f"{name} {part:.2g} s" for name, part in parts.items())
+    total, rate = console.duration(steps * seconds), plan.machine.flops(workload.b) / 1e12
+    return (
+        f"  {amount}: about {total}, and the evaluations; an {'iteration' if workload.rollout else 'optimizer step'} "
+        f"about {seconds:.2g} s ({times}), a rough estimate by {rate:.3g} TFLOP/s of a device"
+    )

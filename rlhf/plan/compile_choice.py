@@ -4,17 +4,16 @@ The choice depends on options, model, data and machine only: a run that is resum
 is compiled unasked: it was not measured there.
 """
 
-from transformers import PretrainedConfig
-
 from rlhf import console
 from rlhf.config.options import E
 from rlhf.distributed import collectives
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.load import load_config
+from rlhf.plan.cost import forward_flops
 from rlhf.plan.devices import PlanOptions
-from rlhf.plan.forecast import DTYPES
 from rlhf.plan.machine import describe_machine
+from rlhf.plan.sizes import size
 from rlhf.training.checks import check_engine
 
 START_S = 120.0
@@ -38,10 +37,12 @@ def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E
     device, ranks = collectives.local_device(), collectives.world_size()
     if options.torch_compile is not None or device.type != "cpu":
         return options
-    model = load_config(model_path)
+    if load_config(model_path).model_type not in FAMILIES:
+        return options
     machine = describe_machine(PlanOptions(device="cpu", devices=ranks), ranks)
-    flops = ranks * machine.flops(DTYPES[compute_dtype(options, device)])
-    if model.model_type not in FAMILIES or SAVED * 6 * weights(model) * tokens / flops < 2 * START_S:
+    operations = 3 * forward_flops(size(model_path, "lm"), tokens, 1, 1)  # but for attention, rows of one token
+    rate = ranks * machine.flops(compute_dtype(options, device).itemsize)
+    if SAVED * operations / rate < 2 * START_S:
         return options
     chosen = options.model_copy(update={"torch_compile": True})
     try:
@@ -50,8 +51,3 @@ def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E
         return options
     console.say(f"{stage}: layers are compiled, which repays its start in a run this long (--no-torch-compile: off)")
     return chosen
-
-
-def weights(model: PretrainedConfig) -> float:
-    """About the number of weights that a token meets: 12 d^2 in a layer, and the head's."""
-    return model.hidden_size * (12.0 * model.hidden_size * model.num_hidden_layers + model.vocab_size)

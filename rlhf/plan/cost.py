@@ -16,9 +16,9 @@ DECODING_ROWS = {"cpu": 20}
 bytes of a weight, over twice the bandwidth of memory: 17 to 22 on a CPU"""
 DECODING_ROWS_ON_GPUS = 64
 """the same by the data sheets: 61 for A100, 82 for H200, 118 for H100, 65 for a 4090"""
-SLOWER = {"zero_stage": 1.3, "offload_param": 2.0, "offload_optimizer": 2.0, "gather_whole": 10.0}
-"""how many times as long a step takes with ZeRO-3, with offloading, and with rollouts whose every token gathers the
-weights: rules of thumb, between those of one node with fast links and of several nodes"""
+SHARDED, OFFLOADED, GATHERED = 1.3, 2.0, 10.0
+"""how many times as long a step takes with ZeRO-3, with the optimizer or the weights in CPU memory, and with rollouts
+whose every token gathers the weights: rules of thumb, between those of one node with fast links and of several nodes"""
 
 
 def forward_flops(size: Size, rows: float, tokens: float, predicted: float) -> float:
@@ -50,10 +50,9 @@ def slower(workload: Workload) -> float:
     """How many times as long a step takes as without ZeRO-3 and offloading."""
     options = workload.trained()[0].options
     assert isinstance(options, EngineOptions)
-    gathers = workload.rollout is not None and not options.gather_whole
-    reasons = {"zero_stage": options.zero_stage == 3, "gather_whole": gathers}
-    reasons |= {name: getattr(options, name) for name in ("offload_param", "offload_optimizer")}
-    return math.prod(SLOWER[name] for name, holds in reasons.items() if holds)
+    factor = SHARDED if options.zero_stage == 3 else 1.0
+    factor *= OFFLOADED ** (options.offload_optimizer + options.offload_param)
+    return factor * (GATHERED if workload.rollout and not options.gather_whole else 1.0)
 
 
 def _passes(spec: ModelSpec) -> float:

@@ -1,7 +1,7 @@
 """One stage: its models, the moments at which its processes use memory, and the largest of them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,15 +9,12 @@ import torch
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.engine.precision import BY_NAME, compute_dtype, with_dtype
 from rlhf.generation._memory import ROUNDED
-from rlhf.plan import activations as activation_peaks
-from rlhf.plan import zero
+from rlhf.plan import activations, zero
 from rlhf.plan.activations import Activations, PassShape
 from rlhf.plan.devices import SLOW_BF16
 from rlhf.plan.machine import PROGRAM, Machine
 from rlhf.plan.sizes import Head, Setup, Size, size
 from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
-
-DTYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +113,25 @@ class Workload:
     @property
     def b(self) -> int:
         """Bytes of a number in the compute dtype."""
-        return DTYPES[self.dtype]
+        return self.dtype.itemsize
 
     def trained(self) -> list[ModelSpec]:
         return [spec for spec in self.models if spec.trained]
 
+    def step_rows(self, ranks: int) -> int:
+        """Rows of an optimizer step on one device."""
+        return math.ceil(self.batch / (self.rollout.minibatches if self.rollout else 1) / ranks)
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one: weights and the optimizer's state, and averages of the first model, in fp32."""
+        sizes = [spec.size() for spec in self.trained()]
+        return sum(size.saved_bytes for size in sizes) + MASTER * self.averages * sizes[0].trained
+
     @property
     def checkpoints(self) -> int:
         """Bytes of the checkpoints that stay and of one being written."""
-        return self.checkpoint([spec.size() for spec in self.trained()]) * (self.keep + 1)
-
-    def checkpoint(self, trained: Sequence[Size]) -> int:
-        """Bytes of one: weights and the optimizer's state, and averages of the first model, in fp32."""
-        return sum(size.saved_bytes for size in trained) + MASTER * self.averages * trained[0].trained
+        return self.checkpoint * (self.keep + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ class ModelForecast:
     size: Size
     memory: ModelMemory
     activations: Activations
-    cache: float
+    cache: int
     """key-value cache of a rollout at its full length"""
 
 
@@ -197,16 +200,13 @@ class Forecast:
     @property
     def disk(self) -> float:
         """Bytes of the checkpoints (one more than stay, while a new one is written) and of the final models."""
-        trained = [model for model in self.models if model.spec.trained]
-        written = [model.size.trained if _as_adapter(model.spec) else model.size.total for model in trained]
+        written = [
+            model.size.trained if model.spec.options.share_trunk else model.size.total
+            for model in self.models
+            if isinstance(model.spec.options, EngineOptions)
+        ]
         first = written[0] * self.workload.models_written
-        checkpoints = sum(model.size.saved_bytes for model in trained) * (self.workload.keep + 1)
-        return checkpoints + self.workload.b * (sum(written) + first)
-
-
-def _as_adapter(spec: ModelSpec) -> bool:
-    """Whether the stage saves the adapter of a model, not the model."""
-    return isinstance(spec.options, EngineOptions) and spec.options.share_trunk
+        return self.workload.checkpoints + self.workload.b * (sum(written) + first)
 
 
 def extended_ids(ids: Mapping[str, int] | None, option: str) -> tuple[int, int] | None:
@@ -220,59 +220,59 @@ def extended_ids(ids: Mapping[str, int] | None, option: str) -> tuple[int, int] 
 
 def micro_batches(workload: Workload, ranks: int) -> int:
     """Number of forward and backward passes in an optimizer step on one device."""
-    minibatches = workload.rollout.minibatches if workload.rollout else 1
-    return max(1, math.ceil(workload.batch / minibatches / ranks / workload.micro_batch))
+    return math.ceil(workload.step_rows(ranks) / workload.micro_batch)
+
+
+def _layout(workload: Workload, machine: Machine) -> RankLayout:
+    return RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
 
 
 def resident_bytes(workload: Workload, machine: Machine) -> Bytes:
     """Memory between the parts of a step: less than a step needs, and known without a dry run."""
-    layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
-    resident = sum((_model_memory(workload, spec, layout).resident for spec in workload.models), Bytes())
+    layout = _layout(workload, machine)
+    resident = sum((_model_memory(spec, workload.b, layout).resident for spec in workload.models), Bytes())
     return Bytes(resident.total) if machine.on_cpu else resident
 
 
 def forecast(workload: Workload, machine: Machine) -> Forecast:
     """What the workload takes on the machine."""
-    layout = RankLayout(machine.count, machine.on_cpu, micro_batches(workload, machine.count))
-    models = tuple(_forecast_model(workload, spec, layout) for spec in workload.models)
+    layout = _layout(workload, machine)
+    models = tuple(
+        ModelForecast(
+            spec,
+            spec.stored(),
+            _model_memory(spec, workload.b, layout),
+            _activations(workload, spec, layout),
+            _cache(workload, spec, layout),
+        )
+        for spec in workload.models
+    )
     return Forecast(workload, machine, models, tuple(_moments(workload, models, layout, machine.device.memory)))
 
 
-def _model_memory(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelMemory:
+def _model_memory(spec: ModelSpec, b: int, layout: RankLayout) -> ModelMemory:
     if isinstance(spec.options, EngineOptions):
-        return zero.model_memory(spec.stored(), spec.options, workload.b, layout)
-    return zero.frozen_memory(spec.stored(), spec.options, workload.b, layout.ranks)
+        return zero.model_memory(spec.stored(), spec.options, b, layout)
+    return zero.frozen_memory(spec.stored(), spec.options, b, layout.ranks)
 
 
-def _forecast_model(workload: Workload, spec: ModelSpec, layout: RankLayout) -> ModelForecast:
-    model_size, memory = spec.stored(), _model_memory(workload, spec, layout)
-    step_rows = math.ceil(workload.batch / (workload.rollout.minibatches if workload.rollout else 1) / layout.ranks)
+def _activations(workload: Workload, spec: ModelSpec, layout: RankLayout) -> Activations:
+    """Of a model's passes; those without gradients may have other rows, and leave an adapter out."""
     sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
-    shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides)
-    if isinstance(spec.options, EngineOptions):
-        checkpointing = spec.options.gradient_checkpointing
-        activations = activation_peaks.activations(
-            spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), workload.dtype, checkpointing, shape
-        )
-    else:
-        activations = Activations(0, 0, 0)
+    step_rows = workload.step_rows(layout.ranks)
+    shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides, dtype=workload.dtype)
     rows = (min(spec.inference_rows, step_rows) or _eval_rows(workload, layout.ranks)) * sides or shape.rows
     scored = shape if spec.trained and rows == shape.rows else replace(shape, rows=rows, entropy="none")
-    if scored is not shape:
-        setup = Setup(ids=spec.ids)
-        inference = activation_peaks.inference(spec.model_path, spec.head, workload.dtype, scored, setup)
-        activations = replace(activations, inference=inference)
+    peaks = Activations()
+    if isinstance(spec.options, EngineOptions):
+        trained = replace(shape, checkpointing=spec.options.gradient_checkpointing)
+        peaks = activations.training(spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), trained)
+    inference = activations.inference(spec.model_path, spec.head, Setup(ids=spec.ids), scored)
+    on_gpu = [0, 0]
     if spec.head == "lm" and not layout.on_cpu:
-        head, inference = (
-            activation_peaks.more_on_gpu(each.rows * each.predicted * model_size.vocabulary) for each in (shape, scored)
-        )
-        activations = replace(activations, head=activations.head + head, inference=activations.inference + inference)
-    cache = 0.0
-    if workload.rollout and not workload.rollout.share and spec.role == "actor":
-        r = workload.rollout
-        rows = min(r.rows, math.ceil(workload.batch / layout.ranks))
-        cache = workload.b * model_size.cache * rows * _cached_tokens(r, layout)
-    return ModelForecast(spec, model_size, memory, activations, cache)
+        vocabulary = spec.size().vocabulary
+        on_gpu = [activations.more_on_gpu(each.rows * each.predicted * vocabulary) for each in (shape, scored)]
+    return replace(peaks, head=peaks.head + on_gpu[0], inference=inference + on_gpu[1])
 
 
 def _eval_rows(workload: Workload, ranks: int) -> int:
@@ -282,10 +282,19 @@ def _eval_rows(workload: Workload, ranks: int) -> int:
     return min(workload.eval_rows, math.ceil(workload.batch / ranks)) if workload.rollout else workload.eval_rows
 
 
-def _cached_tokens(rollout: RolloutWork, layout: RankLayout) -> int:
-    """Tokens of a row for which the key-value cache of the sampler `loop` has space."""
-    tokens = rollout.prompt + rollout.response
-    return tokens if layout.on_cpu else -(-tokens // ROUNDED) * ROUNDED
+def _sampled_rows(workload: Workload, ranks: int) -> int:
+    """Rows that the sampler `loop` has on a device at once; 0 if something else samples."""
+    rollout = workload.rollout
+    return 0 if rollout is None or rollout.share else min(rollout.rows, math.ceil(workload.batch / ranks))
+
+
+def _cache(workload: Workload, spec: ModelSpec, layout: RankLayout) -> int:
+    """Bytes of the key-value cache of the sampler `loop`."""
+    if workload.rollout is None or spec.role != "actor":
+        return 0
+    tokens = workload.rollout.prompt + workload.rollout.response
+    space = tokens if layout.on_cpu else math.ceil(tokens / ROUNDED) * ROUNDED
+    return workload.b * spec.size().cache * _sampled_rows(workload, layout.ranks) * space
 
 
 def _moments(
@@ -295,7 +304,7 @@ def _moments(
     resident = sum((model.memory.resident for model in models), Bytes())
     resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
     if workload.copied:  # each rank copies what it writes, an even share
-        resident += Bytes(host=workload.checkpoint([model.size for model in trained]) / layout.ranks)
+        resident += Bytes(host=workload.checkpoint / layout.ranks)
     for i, model in enumerate(models):
         earlier = sum((loaded.memory.weights + loaded.memory.optimizer for loaded in models[:i]), Bytes())
         yield Moment(f"{model.spec.role}: start", earlier + model.memory.starting)
@@ -339,8 +348,8 @@ def _rollout_moments(
     assert rollout is not None
     actor = next(model for model in models if model.spec.role == "actor")
     # The logits of one token of each row: in the compute dtype, and three fp32 tensors for its softmax.
-    rows = actor.cache / max(1, workload.b * actor.size.cache * _cached_tokens(rollout, layout))
-    sampling = rows * actor.size.vocabulary * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
+    logits = _sampled_rows(workload, layout.ranks) * actor.size.vocabulary
+    sampling = logits * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
     sorts = layout.on_cpu and not rollout.share and not getattr(actor.spec.options, "torch_compile", False)
     ordered = workload.b * actor.spec.size().linear if sorts else 0
     generating = actor.cache + sampling + ordered + rollout.share * memory

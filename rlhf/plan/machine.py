@@ -57,28 +57,22 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
         device = replace(device, memory=number_of_bytes(options.device_memory))
     if options.device_tflops is not None:
         device = replace(device, flops=options.device_tflops * 1e12, flops_fp32=options.device_tflops * 1e12)
-    share = 1 if device.kind == "cpu" else USABLE
-    host = _free_memory() / min(count, NODE)
-    if options.host_memory is not None:
-        host = number_of_bytes(options.host_memory)
-    return Machine(device, count, share * device.memory, host)
+    host = _free_memory() / min(count, NODE) if options.host_memory is None else number_of_bytes(options.host_memory)
+    return Machine(device, count, device.memory if device.kind == CORE.kind else USABLE * device.memory, host)
 
 
 def _device(options: PlanOptions, sharing: int) -> Device:
-    """sharing: processes of this machine, if it has no GPU"""
-    if options.device == "cpu" or (
-        options.device is None and not torch.cuda.is_available() and not _names_gpus(options)
-    ):
-        cores = launcher.cores() / sharing
-        return replace(
-            CORE, memory=_free_memory() / sharing, flops=CORE.flops * cores, flops_fp32=CORE.flops_fp32 * cores
-        )
+    """sharing: processes of this machine, if it has no GPU; --device-memory alone means GPUs that it need not have"""
+    here = torch.cuda.is_available()
+    if options.device == CORE.kind or (options.device is None and options.device_memory is None and not here):
+        speed = launcher.cores() / sharing
+        memory = _free_memory() / sharing
+        return replace(CORE, memory=memory, flops=CORE.flops * speed, flops_fp32=CORE.flops_fp32 * speed)
     if options.device is not None:
         return device_of_kind(options.device)
     assumed = device_of_kind("A100")
-    if not torch.cuda.is_available():
-        return assumed
-    return replace(known_gpu() or assumed, memory=float(torch.cuda.get_device_properties(0).total_memory))
+    memory = float(torch.cuda.get_device_properties(0).total_memory) if here else assumed.memory
+    return replace(known_gpu() or assumed, memory=memory)
 
 
 def known_gpu() -> Device | None:
@@ -86,11 +80,6 @@ def known_gpu() -> Device | None:
     if not torch.cuda.is_available():
         return None
     return device_of_driver(torch.cuda.get_device_properties(0).name)
-
-
-def _names_gpus(options: PlanOptions) -> bool:
-    """Whether the options describe GPUs that this machine need not have: --device-memory alone means GPUs."""
-    return options.device_memory is not None
 
 
 def _free_memory() -> float:

@@ -7,7 +7,6 @@ docs/scaling.md has the formulas as a table; benchmarks/memory.py compares them 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.engine.optimizers import require_whole
@@ -26,14 +25,15 @@ STEPPING = {"adamw": 0, "adamw_8bit": 20, "paged_adamw_8bit": 20, "muon": 10}
 """bytes of a number of the tensor that an optimizer's step updates, for the numbers between; 8-bit AdamW: on a CPU"""
 
 
-class Bytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bytes:
     """Bytes of one process: on its device, and in the CPU memory of the host."""
 
     device: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Any) -> "Bytes":
-        return Bytes(self.device + other[0], self.host + other[1])
+    def __add__(self, other: "Bytes") -> "Bytes":
+        return Bytes(self.device + other.device, self.host + other.host)
 
     @property
     def total(self) -> float:
@@ -42,6 +42,11 @@ class Bytes(NamedTuple):
 
 
 NOTHING = Bytes()
+
+
+def held(count: float, offload: bool) -> Bytes:
+    """Bytes that lie on the device, or offloaded in CPU memory."""
+    return Bytes(host=count) if offload else Bytes(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,9 @@ class ModelMemory:
     """Memory of one model in one process: what stays from step to step, and what each part of a step adds."""
 
     weights: Bytes
-    gradients: Bytes
+    gradients: Bytes = NOTHING
     """between the backward pass and the optimizer step"""
-    optimizer: Bytes
+    optimizer: Bytes = NOTHING
     """master weights and the optimizer's moments"""
     buffers: Bytes = NOTHING
     """DeepSpeed's buffers, allocated in the first step"""
@@ -120,29 +125,35 @@ def _stage_0(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
 
 
 def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayout, stage: int) -> ModelMemory:
-    if b == MASTER:
-        return _stage_1_and_2_in_fp32(size, options, layout, stage)
-    if stage == 1 and options.dtype != "fp16" and not options.offload_optimizer:
+    offload, fp32, t = options.offload_optimizer, b == MASTER, size.trained
+    if stage == 1 and not fp32 and options.dtype != "fp16" and not offload:
         return _stage_1_in_bf16(size, b, layout)
-    t, p = size.trained, _share(size.trained, layout.ranks)
-    filled = min(t, BUCKET)
-    # Stage 1 sums whole gradients and copies them to the bucket in fp32. Stage 2 sends the gradients of each
-    # micro-batch in b bytes (a flat copy, then one in fp32), and sums those of the p weights that the rank owns.
+    p, filled = _share(t, layout.ranks), min(t, BUCKET)
     copied = MASTER if stage == 1 else b
-    reduced = copied * 2 * filled + (MASTER * (t - filled) if stage == 1 else MASTER * filled) + MASTER * p
-    offload = options.offload_optimizer
+    summed = MASTER * p if stage == 2 and fp32 and offload and layout.micro_batches > 1 else 0  # in CPU memory
+    norm = 0 if offload else 8 * min(size.largest, p)  # of the largest tensor in fp64; torch's AdamW allocates nothing
+    if fp32:
+        # The bucket, and its flat copy or that of the gradients of the rank's own weights. Stage 1 keeps every gradient
+        # until the last micro-batch; stage 2 keeps the sums for the rank's own weights.
+        flat = max(filled if layout.ranks > 1 else 0, 0 if offload else p)
+        earlier = t - filled if stage == 1 else (p if layout.micro_batches > 1 and not offload else 0)
+        reducing = MASTER * (filled + flat + earlier)
+        stepping = 0 if offload else MASTER * p + max(MASTER * p, norm)
+    else:
+        # Stage 1 sums whole gradients and copies them to the bucket in fp32. Stage 2 sends the gradients of each
+        # micro-batch in b bytes (a flat copy, then one in fp32), and sums those of the p weights that the rank owns.
+        reducing = copied * 2 * filled + MASTER * (p + (t - filled if stage == 1 else filled))
+        stepping = MASTER * p + norm
+    gradients = t if stage == 1 else (0 if fp32 and offload else p)
     return ModelMemory(
         weights=Bytes(size.weight_bytes(b)),
-        gradients=Bytes(MASTER * (t if stage == 1 else p)),
-        optimizer=Bytes(0, 4 * MASTER * p) if offload else Bytes(3 * MASTER * p),  # with fp32 gradients
-        buffers=Bytes(b * size.largest, b * (p + size.largest)) if offload else NOTHING,
+        gradients=Bytes(MASTER * gradients, summed),
+        optimizer=held((4 if offload else 3) * MASTER * p, offload),  # offloaded: with fp32 gradients
+        buffers=Bytes(b * size.largest, b * (p + size.largest) + summed) if offload else NOTHING,
         passing=Bytes(0 if layout.on_cpu else copied * filled),
-        reducing=Bytes(reduced),
-        # Not offloaded: the norm of the largest tensor in fp64. torch's fused AdamW allocates nothing.
-        stepping=Bytes(MASTER * p + (0 if offload else 8 * min(size.largest, p))),
-        starting=Bytes(size.weight_bytes(b), (2 * MASTER + b) * p)
-        if offload
-        else Bytes(size.weight_bytes(b) + 2 * MASTER * p),
+        reducing=Bytes(reducing),
+        stepping=Bytes(stepping),
+        starting=Bytes(size.weight_bytes(b)) + held((2 * MASTER + (b if offload else 0)) * p, offload),
     )
 
 
@@ -151,7 +162,6 @@ def _stage_1_in_bf16(size: Size, b: int, layout: RankLayout) -> ModelMemory:
     t, p = size.trained, _share(size.trained, layout.ranks)
     return ModelMemory(
         weights=Bytes(size.weight_bytes(b)),
-        gradients=NOTHING,
         optimizer=Bytes(3 * MASTER * p),
         buffers=Bytes(MASTER * t),
         passing=Bytes(b * size.largest),
@@ -160,84 +170,35 @@ def _stage_1_in_bf16(size: Size, b: int, layout: RankLayout) -> ModelMemory:
     )
 
 
-def _stage_1_and_2_in_fp32(size: Size, options: EngineOptions, layout: RankLayout, stage: int) -> ModelMemory:
-    t, b = size.trained, MASTER
-    p = _share(t, layout.ranks)
-    filled = min(t, BUCKET)
-    flattened = filled if layout.ranks > 1 else 0
-    # Stage 1 keeps every gradient until the last micro-batch; stage 2 keeps the sums for the rank's own weights.
-    sums = t - filled if stage == 1 else (p if layout.micro_batches > 1 else 0)
-    gradients = t if stage == 1 else p
-    own = 0 if options.offload_optimizer else p  # a flat copy of the gradients of the rank's own weights
-    common = {
-        "weights": Bytes(size.weight_bytes(b)),
-        "passing": Bytes(0 if layout.on_cpu else b * filled),
-    }
-    if not options.offload_optimizer:
-        return ModelMemory(
-            gradients=Bytes(b * gradients),
-            optimizer=Bytes(3 * b * p),
-            reducing=Bytes(b * (filled + max(flattened, own) + sums)),
-            # p gradients and their flat copy, or the norm of the largest tensor in fp64
-            stepping=Bytes(b * p + max(b * p, 8 * min(size.largest, p))),
-            starting=Bytes(size.weight_bytes(b) + 2 * b * p),
-            **common,
-        )
-    # ZeRO-2 sums the gradients of micro-batches in CPU memory, ZeRO-1 on the device.
-    summed = b * p if stage == 2 and layout.micro_batches > 1 else 0
-    return ModelMemory(
-        gradients=Bytes(b * (t if stage == 1 else 0), summed),
-        optimizer=Bytes(0, 4 * b * p),  # with the gradient of the master copy
-        buffers=Bytes(b * size.largest, b * (p + size.largest) + summed),
-        reducing=Bytes(b * (filled + flattened + (t - filled if stage == 1 else 0))),
-        starting=Bytes(size.weight_bytes(b), 3 * b * p),
-        **common,
-    )
-
-
 def _stage_3(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> ModelMemory:
-    t, n = size.trained, size.total
-    p, share = _share(t, layout.ranks), _share(n, layout.ranks)
-    filled = min(t, BUCKET)
-    sub_group = min(p, math.ceil(SUB_GROUP / layout.ranks))
+    t, n, offload = size.trained, size.total, options.offload_optimizer
+    p, filled = _share(t, layout.ranks), min(t, BUCKET)
     partitioned = layout.ranks > 1 or options.offload_param  # a single rank owns all weights and gathers none
     live = min(n, LIVE + PREFETCH) if partitioned else 0
-    gathered = (n if options.gather_whole else live) if partitioned else 0
-    copies = 2 if layout.on_cpu else 1
-    weights, master, gradients = b * share, 3 * MASTER * p, MASTER * p
-    bucket = Bytes(MASTER * filled)
-    # The embeddings stay gathered until the end of the pass.
-    scattered = Bytes(MASTER * filled * copies + (b * size.largest if partitioned else 0))
-    if not options.offload_optimizer:
-        fields = {"gradients": Bytes(), "optimizer": Bytes(master), "buffers": bucket + Bytes(gradients)}
-        fields |= {"stepping": Bytes(MASTER * sub_group)}
-    else:
-        fields = {"gradients": Bytes(), "optimizer": Bytes(0, master + MASTER * p)}
-        fields |= {"buffers": bucket + Bytes(0, gradients)}
-    own_weights = Bytes(0, weights) if options.offload_param else Bytes(weights)
-    moments = Bytes(0, 2 * MASTER * p) if options.offload_optimizer else Bytes(2 * MASTER * p)
+    gathered = n if partitioned and options.gather_whole else live
+    weights = held(b * _share(n, layout.ranks), options.offload_param)
     return ModelMemory(
-        weights=own_weights,
+        weights=weights,
+        optimizer=held((4 if offload else 3) * MASTER * p, offload),
+        buffers=Bytes(MASTER * filled) + held(MASTER * p, offload),  # the bucket, and the rank's own gradients
         passing=Bytes(b * live),
-        reducing=scattered,
+        # The embeddings stay gathered until the end of the pass.
+        reducing=Bytes(MASTER * filled * (2 if layout.on_cpu else 1) + (b * size.largest if partitioned else 0)),
+        stepping=Bytes(0 if offload else MASTER * min(p, math.ceil(SUB_GROUP / layout.ranks))),
         gathered=Bytes(b * gathered),
-        starting=own_weights + moments + Bytes(MASTER * min(t, SUB_GROUP)),
-        **fields,
+        starting=weights + held(2 * MASTER * p, offload) + Bytes(MASTER * min(t, SUB_GROUP)),
     )
 
 
 def frozen_memory(size: Size, options: FrozenOptions, b: int, ranks: int) -> ModelMemory:
     """Memory of a model that is not trained: whole on every device, or partitioned over the ranks (ZeRO-3)."""
-    sharded, offload = options.zero_stage == 3, options.offload
+    sharded = options.zero_stage == 3
     weights = b * _share(size.total, ranks) if sharded else size.weight_bytes(b)
     by_layer = sharded and options.gather_whole is False
-    gathered = Bytes(b * (min(size.total, LIVE + PREFETCH) if by_layer else size.total))
-    partitioned = offload or (sharded and ranks > 1)
+    gathered = b * (min(size.total, LIVE + PREFETCH) if by_layer else size.total)
     memory = ModelMemory(
-        weights=Bytes(0, weights) if offload else Bytes(weights),
-        gradients=Bytes(),
-        optimizer=Bytes(),
-        gathered=gathered if partitioned else Bytes(),
+        weights=held(weights, options.offload),
+        gathered=Bytes(gathered if options.offload or (sharded and ranks > 1) else 0),
         starting=Bytes(weights),
     )
     return _with_dequantized(memory, size, b)

@@ -74,7 +74,7 @@ class Supervised(Generic[C]):
     """A stage (rlhf.chain.stages.Stage) that learns from a data set."""
 
     declaration: Declaration
-    workload: Callable[[C, str, dict[str, str]], Workload]
+    workload: Callable[[C, str, Mapping[str, str]], Workload]
     recipe: Callable[[C], Recipe]
     """which rows to read, and which of their tokens to learn"""
     load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]

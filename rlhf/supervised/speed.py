@@ -8,7 +8,7 @@ import torch
 
 from rlhf.distributed import collectives
 from rlhf.plan.cost import forward_flops
-from rlhf.plan.forecast import DTYPES, ModelSpec
+from rlhf.plan.forecast import ModelSpec
 from rlhf.plan.machine import known_gpu
 from rlhf.plan.sizes import Size
 from rlhf.types import Metrics
@@ -40,7 +40,7 @@ def arithmetic(spec: ModelSpec, dtype: torch.dtype, row: float) -> Arithmetic | 
     gpu = known_gpu()
     if gpu is None:
         return None
-    peak = collectives.world_size() * (gpu.flops_fp32 if DTYPES[dtype] == 4 else gpu.flops)
+    peak = collectives.world_size() * (gpu.flops_fp32 if dtype.itemsize == 4 else gpu.flops)
     return Arithmetic(spec.size(), row, 3.0 if spec.adapter is None else 2.0, peak)
 
 

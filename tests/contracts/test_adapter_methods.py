@@ -276,7 +276,7 @@ def test_the_plan_counts_what_a_real_pass_keeps(spec: str) -> None:
 def test_the_plan_refuses_what_it_cannot_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "_training_peaks", lambda *_: {}["head"])
     with pytest.raises(UserError, match="plan with --adapter lora"):
-        activations.activations("demo-llama", "lm", Setup("lora,r=3"), torch.float32, False, PassShape(2, 12, 10))
+        activations.training("demo-llama", "lm", Setup("lora,r=3"), PassShape(2, 12, 10))
 
 
 def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.errors import UserError
 from rlhf.launch import launcher
-from rlhf.plan import choose, cost, machine, sizes
+from rlhf.plan import choose, command, cost, machine, sizes
 from rlhf.plan.activations import PassShape
 from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, PlanOptions, device_of_driver, device_of_kind
 from rlhf.plan.forecast import Forecast, ModelSpec, RolloutWork, Workload, forecast
@@ -232,15 +232,29 @@ class Auto(SFTConfig):
     zero_stage: Any = "auto"
 
 
-def test_auto_is_replaced_and_reported(model_path: str) -> None:
+def test_auto_is_replaced_and_reported(model_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     auto = Auto(**sft(model_path).model_dump(exclude={"zero_stage"}))
-    chosen, line = choose.resolve_auto(auto, workload, gpus(80e9))
-    assert line == f"step1_sft: --zero-stage auto is --zero-stage {chosen.zero_stage}"
+
+    def resolved_on(options: SFTConfig, memory: str) -> Any:
+        cards = PlanOptions(device="H100", devices=4, device_memory=memory, host_memory="9GB")
+        return command.resolve_zero_stage(options, sft_plan.workload, cards, 1, {})
+
+    chosen = resolved_on(auto, "80GB")
+    assert capsys.readouterr().out == f"step1_sft: --zero-stage auto is --zero-stage {chosen.zero_stage}\n"
     assert chosen == auto.model_copy(update={"zero_stage": chosen.zero_stage})
     explicit = sft(model_path, zero_stage=3)
-    assert choose.resolve_auto(explicit, workload, gpus(80e9)) == (explicit, "")
+    assert resolved_on(explicit, "80GB") is explicit and not capsys.readouterr().out
     with pytest.raises(UserError, match=r"--zero-stage auto: nothing fits; .*GB more on each of 4 devices.*--adapter"):
-        choose.resolve_auto(auto, workload, gpus(1e4))
+        resolved_on(auto, "10KB")
+
+
+@pytest.mark.parametrize(("kind", "memory"), [("cpu", 8e9), ("H100", 80e9)])
+def test_one_process_keeps_what_only_zero_3_has(kind: str, memory: float, model_path: str) -> None:
+    """Nothing is divided there, but a user who switches it on must get an answer, and no more than was asked for."""
+    alone = Machine(Device(kind, memory, 1e15, 1e14), 1, memory, 9e9)
+    start = sft(model_path, gather_whole=False)
+    chosen, plan = choose.choose(start, workload, alone)
+    assert plan.fits and choose.as_flags(chosen, start) == "--zero-stage 3"
 
 
 def test_the_time_of_an_iteration_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,16 +307,18 @@ def resolved(*words: str) -> Any:
         ("0.6MB", "0.6501GB", {"offload_optimizer": False, "adapter": choose.ADAPTER}),
     ],
 )
-def test_the_proposed_command_and_file_set_the_fastest_setting(
-    memory: str, host: str, expected: dict[str, Any], model_path: str, tmp_path: Path
+def test_the_proposed_command_sets_the_fastest_setting(
+    memory: str, host: str, expected: dict[str, Any], model_path: str
 ) -> None:
     text = plan_text(model_path, memory, host)
-    line = text.split("the fastest setting that fits:\n")[1].split("\n")[0]
-    assert line.startswith("python train.py --actor-model") and "--device" not in line and "--plan" not in line
-    (tmp_path / "proposed.yaml").write_text(text.split("for --config:\n")[1])
+    line = text.split("the fastest setting that fits:\n")[1]
+    assert (
+        "\n" not in line
+        and line.startswith("python train.py --actor-model")
+        and "--device" not in line
+        and "--plan" not in line
+    )
     by_words = resolved(*shlex.split(line)[2:])
-    by_file = resolved("--config", str(tmp_path / "proposed.yaml"))
-    assert by_words.sft == by_file.sft and by_words.ppo == by_file.ppo and by_file.actor_model == model_path
     assert {name: getattr(by_words.sft, name) for name in expected} == expected
     plan = forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(PlanOptions(
         device="3090", device_memory=memory, host_memory=host), 1))  # fmt: skip
@@ -314,12 +330,12 @@ def test_the_time_is_for_the_rows_of_a_file(model_path: str, tmp_path: Path) -> 
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
     argv = ["--data-path", f"{tmp_path}/x.jsonl", "--sft.num-train-epochs", "3"]
     assert "\n  about 54 rows of your files, all epochs together: about " in plan_text(model_path, "24GB", "9GB", *argv)
-    assert "\n  1,000 rows: about " in plan_text(model_path, "24GB", "9GB", "--data-path", "owner/name")
+    assert "\n  1,000 rows of an epoch: about " in plan_text(model_path, "24GB", "9GB", "--data-path", "owner/name")
 
 
 def test_a_plan_that_cannot_fit_names_the_cure(model_path: str) -> None:
     text = plan_text(model_path, "1KB", "9GB")
-    assert "no setting fits: step1_sft needs" in text and choose.CURE in text and "for --config" not in text
+    assert "no setting fits: step1_sft needs" in text and choose.CURE in text and "the fastest setting" not in text
 
 
 def test_several_devices_are_started_by_the_proposed_command(model_path: str) -> None:

@@ -61,11 +61,12 @@ def test_backward_memory_is_saved_activations_and_head_gradients(model_path: str
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = lm(torch.zeros(4, 32, dtype=torch.long), use_cache=False, logits_to_keep=20).logits
         logprobs = logits.float().log_softmax(-1)[..., 0]
-    result = activations.activations(model_path, "lm", WHOLE, dtype, False, PassShape(4, 32, 20))
+    shape = PassShape(4, 32, 20, dtype=dtype)
+    result = activations.training(model_path, "lm", WHOLE, shape)
     of_logits = 4 * 4 * 20 * tiny.VOCAB
     assert logprobs.requires_grad
     assert sum(saved.values()) - of_logits < result.head < sum(saved.values()) + 8 * of_logits
-    assert result.inference < result.head
+    assert activations.inference(model_path, "lm", WHOLE, shape) < result.head
 
 
 @pytest.mark.parametrize("skips", [lambda: torch.rand([]) < 0.0, lambda: not torch.rand(1) > 0.0])
@@ -73,29 +74,27 @@ def test_a_chance_of_zero_skips_no_layer(
     skips: Callable[[], bool], model_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As OPT compares its layerdrop in transformers 5.17, and LoHa its dropout."""
-    arguments = (model_path, "lm", WHOLE, torch.float32, False, PassShape(2, 16, 8))
-    expected = activations.activations(*arguments)
+    arguments = (model_path, "lm", WHOLE, PassShape(2, 16, 8))
+    expected = activations.training(*arguments)
     forward = LlamaDecoderLayer.forward
 
     def sometimes(layer: nn.Module, states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         return states if skips() else forward(layer, states, *rest, **named)
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", sometimes)
-    activations.activations.cache_clear()
-    traced = activations.activations(*arguments)
+    activations.training.cache_clear()
+    traced = activations.training(*arguments)
     assert abs(traced.head - expected.head) < 64  # bytes of the random numbers
-    activations.activations.cache_clear()
+    activations.training.cache_clear()
 
 
 def test_log_probs_and_entropy_copy_no_logits(tmp_path: Path) -> None:
     """Logits and their gradient in bf16, and blocks in fp32: of z, log p and p in the forward pass."""
     model_path, rows, predicted, vocabulary = saved("llama", tmp_path, vocab_size=2**16), 4, 64, 2**16
-    shapes = {name: PassShape(rows, predicted, predicted, name) for name in ("none", "watched", "trained")}
-    none, watched, trained = (
-        activations.activations(model_path, "lm", WHOLE, torch.bfloat16, False, shape).head for shape in shapes.values()
-    )
+    shapes = [PassShape(rows, predicted, predicted, name, torch.bfloat16) for name in ("none", "watched", "trained")]
+    none, watched, trained = (activations.training(model_path, "lm", WHOLE, shape).head for shape in shapes)
     logits = rows * predicted * vocabulary
-    layers = activations.activations(model_path, "scalar", WHOLE, torch.bfloat16, False, shapes["none"]).head
+    layers = activations.training(model_path, "scalar", WHOLE, shapes[0]).head
     in_bf16, block = 2 * 2 * logits, 4 * ops.logits_at_once("cpu")
     head = 2 * tiny.config_of("llama").hidden_size * vocabulary  # the gradient of its weight
     for peak in (none, watched):
@@ -106,17 +105,17 @@ def test_log_probs_and_entropy_copy_no_logits(tmp_path: Path) -> None:
 
 def test_more_layers_are_extrapolated_from_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_path, shape = saved("llama", tmp_path, num_hidden_layers=5), PassShape(2, 16, 8, entropy="watched")
-    few = activations.activations(model_path, "lm", WHOLE, torch.float32, False, shape)
+    few = activations.training(model_path, "lm", WHOLE, shape)
     monkeypatch.setattr(activations, "TRACED", (4, 5))
-    activations.activations.cache_clear()
-    assert activations.activations(model_path, "lm", WHOLE, torch.float32, False, shape) == few
-    activations.activations.cache_clear()
+    activations.training.cache_clear()
+    assert activations.training(model_path, "lm", WHOLE, shape) == few
+    activations.training.cache_clear()
 
 
 def test_checkpointing_and_adapters_need_less_memory(model_path: str) -> None:
     def head(adapter: str | None, checkpointing: bool) -> int:
-        shape = PassShape(4, 64, 1)
-        return activations.activations(model_path, "lm", Setup(adapter), torch.float32, checkpointing, shape).head
+        shape = PassShape(4, 64, 1, checkpointing=checkpointing)
+        return activations.training(model_path, "lm", Setup(adapter), shape).head
 
     assert head(None, True) < head(None, False)
     assert head("lora", True) < head("lora", False)
@@ -310,6 +309,9 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_weight(model_path: str) -> No
     workload = sft_plan.workload(SFTConfig(model=model_path, dtype="bf16", keep=3), "H100", {})
     weights = sizes.size(model_path, "lm").total
     assert forecast(workload, four_gpus(80e9)).disk == 12 * weights * 4 + 2 * weights
+    best = SFTConfig(model=model_path, dtype="bf16", keep=3, eval_every=5, keep_best="eval_perplexity")
+    plan = forecast(sft_plan.workload(best, "H100", {}), four_gpus(80e9))
+    assert plan.disk == 16 * weights * 4 + 2 * weights  # the best weights too, in fp32
 
 
 def test_a_checkpoint_that_is_copied_lies_in_cpu_memory_too(model_path: str) -> None:
@@ -346,7 +348,7 @@ def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
     config = RewardConfig(model=model_path, batch_size=8, micro_batch_size=2, max_length=16, dtype="fp32")
     text = report(forecast(reward_plan.workload(config, "cpu", {}), machine.describe_machine(PlanOptions(), 1)))
     assert "4 micro-batches of 2 x 16 tokens" in text
-    assert "one pair per batch element is assumed; a ranked list of K responses has K (K - 1) / 2 pairs" in text
+    assert "one pair a row is assumed; a ranked list of K responses is K (K - 1) / 2 pairs" in text
 
 
 def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> None:

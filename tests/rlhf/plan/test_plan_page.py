@@ -64,10 +64,10 @@ def test_a_plan_adds_up_the_time_of_a_stage(model_path: str) -> None:
     machine, paths = four_gpus(80e9), {"actor_model": model_path, "reward_model": model_path}
     tuning = sft_plan.workload(SFTConfig(model=model_path, batch_size=100), "cuda", {})
     rollouts = ppo_plan.workload(PPO(total_episodes=650, batch_size=64, dtype="bf16"), "cuda", paths)
-    for workload, start in ((tuning, "1,000 rows: about "), (rollouts, "10 iterations: about ")):
+    for workload, start in ((tuning, "1,000 rows of an epoch: about "), (rollouts, "10 iterations: about ")):
         text = report(forecast(workload, machine))
         total = re.search(rf"\n  {start}([\d.]+) s", text)
-        step = re.search(r"\n  (?:optimizer step|iteration): about ([\d.e-]+) s", text)
+        step = re.search(r"; an (?:optimizer step|iteration) about ([\d.e-]+) s", text)
         assert total and step and float(total[1]) == pytest.approx(10 * float(step[1]), rel=0.06)
         assert ("evaluation: 200 prompts show a gain of 0.2 standard deviations" in text) == (workload is rollouts)
 
