@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 
 from rlhf.hub.short_names import resolve
+from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, Workload
 from rlhf.supervised.workload import supervised_workload
 from rlhf.text.encoder import id_count
@@ -19,7 +20,8 @@ def workload(config: SFTConfig, device: str, model_paths: Mapping[str, str]) -> 
     """
     path = model_paths.get("model", config.model)
     model = ModelSpec("policy", path, "lm", config, config.adapter, ids=added_ids(config, path))
-    return supervised_workload(STAGE.name, config, device, model, sides=1, predicted=config.max_length - 1)
+    shape = PassShape(config.micro_batch_size, config.max_length, config.max_length - 1)
+    return supervised_workload(STAGE.name, config, device, model, shape)
 
 
 def added_ids(config: SFTConfig, path: str) -> tuple[int, int] | None:

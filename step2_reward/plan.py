@@ -1,7 +1,9 @@
 """The workload of reward-model training, for a plan."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, Workload, extended_ids
 from rlhf.supervised.workload import supervised_workload
 from step2_reward.config import STAGE, RewardConfig
@@ -20,4 +22,5 @@ def workload(
     """
     path, extended = model_paths.get("model", config.model), extended_ids(ids, "reward_model")
     model = ModelSpec("reward model", path, "scalar", config, config.adapter, ids=extended)
-    return supervised_workload(STAGE.name, config, device, model, sides=2, predicted=0, note=RANKED)
+    shape = PassShape(2 * config.micro_batch_size, config.max_length, 0)
+    return replace(supervised_workload(STAGE.name, config, device, model, shape), note=RANKED)

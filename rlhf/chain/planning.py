@@ -53,8 +53,9 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
     stages, plan_options, model_paths = workloads(chain)
     stages = {section: (options, _with_rows(section, function)) for section, (options, function) in stages.items()}
     plans = plan_stages(stages, plan_options, processes, model_paths)
-    proposals = {section: plan.proposal for section, plan in zip(stages, plans, strict=True)}
-    if None in proposals.values():
+    named = zip(stages, plans, strict=True)
+    proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
+    if len(proposals) < len(plans):
         return format_plans(plans)
     words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
     words += _deployment(chain, plan_options.devices or processes)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf import console
+from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.plan.choose import CURE, as_flags, choose, shortfall_message, with_adapter
+from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message, with_adapter
 from rlhf.plan.cost import seconds_of_parts
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
@@ -17,7 +18,7 @@ from rlhf.plan.zero import Bytes
 AUTO = "auto"
 WorkloadOf = Callable[[Any, str, Mapping[str, str]], Workload]
 """`workload(options, kind of device, paths of the models that earlier stages make)` of a stage's plan.py"""
-Stages = Mapping[str, tuple[Any, WorkloadOf]]
+Stages = Mapping[str, tuple[EngineOptions, WorkloadOf]]
 """options and workload of each stage, by its section of options"""
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")
 
@@ -29,7 +30,7 @@ class StagePlan:
     text: str
     disk: float
     """bytes"""
-    proposal: Any
+    proposal: EngineOptions | None
     """the stage's options with the fastest setting that fits; None if none fits"""
 
 
@@ -44,7 +45,7 @@ def plan_stages(
     ]
 
 
-def plan_stage(section: str, options: Any, workload: Callable[[Any], Workload], target: Machine) -> StagePlan:
+def plan_stage(section: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
     """The forecast of a stage with its options, and the fastest setting that fits.
 
     LoRA trains other weights, so it is proposed only if nothing else fits; it is mentioned if it avoids offloading.
@@ -66,7 +67,7 @@ def plan_stage(section: str, options: Any, workload: Callable[[Any], Workload], 
     return StagePlan("\n".join(lines), forecasts.disk, proposal)
 
 
-def _setting(chosen: Any, options: Any, section: str, plan: Forecast) -> str:
+def _setting(chosen: EngineOptions, options: EngineOptions, section: str, plan: Forecast) -> str:
     flags = as_flags(chosen, options, f"{section}.") or "as it is"
     return f"{flags} (about {sum(seconds_of_parts(plan.workload, plan.machine).values()):.2g} s)"
 
@@ -78,8 +79,8 @@ def format_plans(plans: Sequence[StagePlan]) -> str:
 
 
 def resolve_zero_stage(
-    options: Any, workload: WorkloadOf, plan_options: PlanOptions, processes: int, model_paths: Mapping[str, str]
-) -> Any:
+    options: C, workload: WorkloadOf, plan_options: PlanOptions, processes: int, model_paths: Mapping[str, str]
+) -> C:
     """A stage's options with `--zero-stage auto` replaced by the fastest setting that fits, which a line names. No
     result depends on the choice.
 
@@ -97,15 +98,17 @@ def resolve_zero_stage(
     return chosen
 
 
-def resolve_standalone(options: Any, workload: WorkloadOf, model_paths: Mapping[str, str] | None = None) -> Any:
+def resolve_standalone(options: C, workload: WorkloadOf, model_paths: Mapping[str, str] | None = None) -> C:
     """The same for a stage that is started without a chain."""
     return resolve_zero_stage(options, workload, PlanOptions(), collectives.world_size(), model_paths or {})
 
 
-def _checked(workload: WorkloadOf, target: Machine, model_paths: Mapping[str, str]) -> Callable[[Any], Workload]:
+def _checked(
+    workload: WorkloadOf, target: Machine, model_paths: Mapping[str, str]
+) -> Callable[[EngineOptions], Workload]:
     """The stage's workload function on this machine, with its mistakes as a UserError."""
 
-    def stage_workload(options: Any) -> Workload:
+    def stage_workload(options: EngineOptions) -> Workload:
         for name in ("tensor_parallel_size", "sequence_parallel_size"):
             if getattr(options, name) > 1:
                 raise UserError(
