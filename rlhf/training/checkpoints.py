@@ -69,54 +69,51 @@ class Resumable:
 
     numbers: Mapping[str, Numbers]
     tensors: Mapping[str, Tensors]
+    logs: Sequence[str] = ()
+    """patterns of the stage's files that grow line by line; a checkpoint records their lengths"""
 
     def size(self) -> int:
         """Bytes of a checkpoint, to a few kilobytes."""
         return sum(source.size() for source in self.tensors.values())
 
 
-Copying = Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-"""(name of a source, its tensors) -> copies in fp32 on the CPU"""
+@dataclass(frozen=True, slots=True)
+class Background:
+    """What a thread needs to write a checkpoint while the stage goes on."""
+
+    copy: Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
+    """(name of a source, its tensors) -> copies in fp32 on the CPU, made at once"""
+    group: Any
+    """a group of all ranks for the thread's collectives"""
 
 
-def save(
-    stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int, log_patterns: Sequence[str] = ()
-) -> str | None:
+def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int) -> str | None:
     """Commit a checkpoint of `step`, only then delete all but the newest `keep`; every rank calls this together.
-
-    log_patterns: of the stage's files that grow line by line; the checkpoint records their lengths
 
     Returns None, or why the checkpoint could not be written: then nothing of it is left, and earlier ones stay.
     """
-    return begin(stage, step, state, about, keep, log_patterns)()
+    return begin(folder_of(stage, step), state, {**about, "step": step}, keep)()
 
 
 def begin(
-    stage: Path,
-    step: int,
-    state: Resumable,
-    about: Mapping[str, Any],
-    keep: int,
-    log_patterns: Sequence[str] = (),
-    copy: Copying | None = None,
-    group: Any = None,
+    final: Path, state: Resumable, about: Mapping[str, Any], keep: int, background: Background | None = None
 ) -> Callable[[], str | None]:
-    """The first half of `save`; the function returned is the second half. Every rank calls both together.
-
-    copy: copies the tensors of a source at once, so that the state may change before the second half
-    group: a group of all ranks for the second half, so that a thread may call it
-    """
-    final = folder_of(stage, step)
-    staging = final.with_name(f".tmp-{final.name}")
-    failure = collectives.gather_objects(_make_empty(staging) if collectives.is_main() else "")[0]
+    """The first half of `save`; the function returned is the second half, which with `background` a thread may call
+    while the state changes. Every rank calls both together."""
+    failure = collectives.gather_objects(_make_empty(_staging(final)) if collectives.is_main() else "")[0]
     if failure:
         return lambda: failure
-    wait_until(staging.exists, VISIBLE_S)
+    wait_until(_staging(final).exists, VISIBLE_S)
+    copy, group = (_copy_each, None) if background is None else (background.copy, background.group)
     numbers = {name: deepcopy(source.state_dict()) for name, source in state.numbers.items()}  # some call collectives
-    tensors = {name: (copy or _copy_each)(name, source.tensors()) for name, source in state.tensors.items()}
-    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, log_patterns))
-    manifest = {**about, "step": step, "world_size": collectives.world_size(), "logs": snapshot.logs}
-    return partial(_commit, staging, final, snapshot, manifest, keep, group)
+    tensors = {name: copy(name, source.tensors()) for name, source in state.tensors.items()}
+    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(final.parents[1], state.logs))
+    manifest = {**about, "world_size": collectives.world_size(), "logs": snapshot.logs}
+    return partial(_commit, final, snapshot, manifest, keep, group)
+
+
+def _staging(final: Path) -> Path:
+    return final.with_name(f".tmp-{final.name}")
 
 
 def _copy_each(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -124,9 +121,8 @@ def _copy_each(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[
         yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
-def _commit(
-    staging: Path, final: Path, snapshot: Snapshot, manifest: dict[str, Any], keep: int, group: Any
-) -> str | None:
+def _commit(final: Path, snapshot: Snapshot, manifest: dict[str, Any], keep: int, group: Any) -> str | None:
+    staging = _staging(final)
     written = write(staging, snapshot)
     reports = collectives.gather_objects((written.digests, written.failure), group)
     failures = [failure for _, failure in reports if failure]

@@ -81,7 +81,7 @@ class Run:
             disk.write_text(self.directory / manifests.RUN_CONFIG, parser.to_yaml(self.options))
         collectives.barrier()
         self._checkpoint = checkpoints.newest(self.directory)
-        self._state = checkpoints.Resumable({}, {})
+        self._state = Resumable({}, {}, self._logs)
         self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
         self.peak_memory_gb = 0.0
@@ -96,7 +96,7 @@ class Run:
             logs.cut(self.directory, self._logs, self._checkpoint.manifest["logs"] if self._checkpoint else {})
             reporter = reporting.Reporter(self.directory, self.options, self.done, recorded)
         collectives.barrier()
-        self.saver = saving.Saver(self.directory, options, self._logs)
+        self.saver = saving.Saver(self.directory, options)
         self.recorder = record.Recorder(self.directory, self.done, reporter)
         self._ending, self.holding = Ending(), contextlib.ExitStack()
         self.manifest: dict[str, Any] = {}  # what is known before the end
@@ -151,7 +151,7 @@ class Run:
 
         Raises: UserError if the disk is too small for the checkpoints.
         """
-        self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors)
+        self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors, self._logs)
         checkpoints.require_room(self.directory, (self.options.keep + 1) * self._state.size())
         self._warn_of_rates()
         if self._checkpoint is not None:

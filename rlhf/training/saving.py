@@ -5,7 +5,7 @@ written at a time: the next save and the end of the run wait for it, and report 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.hub.untrusted import PlainErrors
 from rlhf.training import checkpoints
-from rlhf.training.checkpoints import Resumable
+from rlhf.training.checkpoints import Background, Resumable
 
 
 @contextlib.contextmanager
@@ -36,13 +36,10 @@ def write_errors(folder: Path) -> Iterator[None]:
 
 
 class Saver:
-    """Writes the checkpoints of the stage in `directory`; each rank has one Saver.
+    """Writes the checkpoints of the stage in `directory`; each rank has one Saver."""
 
-    log_patterns: of the stage's files whose lengths a checkpoint records
-    """
-
-    def __init__(self, directory: Path, options: RunOptions, log_patterns: Sequence[str] = ()) -> None:
-        self._directory, self._keep, self._log_patterns = directory, options.keep, log_patterns
+    def __init__(self, directory: Path, options: RunOptions) -> None:
+        self._directory, self._keep = directory, options.keep
         in_thread = options.async_checkpoints
         self._thread = ThreadPoolExecutor(1) if in_thread else None
         self._group = collectives.group_for_threads(options.timeout_s) if in_thread else None
@@ -54,11 +51,13 @@ class Saver:
         """Write the checkpoint of `step`, or start writing it. Every rank calls this together."""
         self.wait()
         self._step = step
-        arguments = self._directory, step, state, about, self._keep, self._log_patterns
         if self._thread is None:
-            self._report(checkpoints.save(*arguments))
-        else:
-            self._writing = self._thread.submit(checkpoints.begin(*arguments, self._copy, self._group))
+            self._report(checkpoints.save(self._directory, step, state, about, self._keep))
+            return
+        final, background = checkpoints.folder_of(self._directory, step), Background(self._copy, self._group)
+        self._writing = self._thread.submit(
+            checkpoints.begin(final, state, {**about, "step": step}, self._keep, background)
+        )
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written. Raises: any error of the thread."""

@@ -19,7 +19,7 @@ from tests.support.saving import ABOUT, WEIGHTS, Memory, files_up_to, whole
 
 @pytest.fixture
 def saver(tmp_path: Path) -> Iterator[Saver]:
-    saver = Saver(tmp_path, RunOptions(async_checkpoints=True), ["metrics.jsonl"])
+    saver = Saver(tmp_path, RunOptions(async_checkpoints=True))
     yield saver
     saver.close()
 
@@ -38,7 +38,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def parts(memory: Memory) -> Resumable:
-    return Resumable({"weights": memory}, {"weights": memory})
+    return Resumable({"weights": memory}, {"weights": memory}, ["metrics.jsonl"])
 
 
 def test_a_checkpoint_has_the_state_of_its_step(tmp_path: Path, saver: Saver, gate: threading.Event) -> None:
