@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf.errors import UserError
 from rlhf.maths import ops
@@ -83,7 +84,7 @@ class _LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.current)
         return out
 
-    def _count(self, storage: Any) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._counted:
             self._counted.add(storage._cdata)
             self.current += storage.nbytes()
@@ -149,7 +150,7 @@ def inference(model_path: str, head: Head, setup: Setup, shape: PassShape) -> in
         return live.peak
 
 
-def with_layers(config: Any, count: int) -> Any:
+def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     """A model's config with its first `count` layers only."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -162,7 +163,7 @@ def with_layers(config: Any, count: int) -> Any:
 
 
 def _fake_model(
-    config: Any, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool
+    config: PreTrainedConfig, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool
 ) -> tuple[nn.Module, FakeTensorMode]:
     """(model of fake tensors, with adapters and gradient checkpointing as in training; the mode of these tensors)."""
     with torch.device("meta"):
@@ -199,7 +200,7 @@ def _training_peaks(
 
 def _replace_tensors(model: nn.Module) -> None:
     """Replace tensors of the meta device by fake tensors of the CPU, so that the trace runs the CPU's kernels."""
-    replaced: dict[int, Any] = {}
+    replaced = dict[int, nn.Parameter]()
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             fake = nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad)
@@ -214,7 +215,7 @@ def _dense_update(layer: Any, adapter: str) -> Tensor:
     return update
 
 
-def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[Any]:
+def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[RemovableHandle]:
     """Hooks that exclude gradients from the count, and record the peak before and after those of the layers."""
     layers = sizes.layers_of(model)
     if not any(weight.requires_grad for weight in layers.parameters()):
@@ -237,10 +238,10 @@ def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -
             yield weight.register_post_accumulate_grad_hook(record)
 
 
-def _output_hooks(layers: nn.ModuleList, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[Any]:
+def _output_hooks(layers: nn.ModuleList, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[RemovableHandle]:
     """The same where no layer has trained weights: at the outputs of the last and of the first layer."""
 
-    def on_gradient(layer: nn.Module, name: str) -> Any:
+    def on_gradient(layer: nn.Module, name: str) -> RemovableHandle:
         def record(_: Tensor) -> None:
             peaks[name] = live.reset_peak()
 

@@ -55,11 +55,16 @@ def slower(workload: Workload) -> float:
     return factor * (GATHERED if workload.rollout and not options.gather_whole else 1.0)
 
 
+def training_passes(spec: ModelSpec) -> float:
+    """Forward passes that take as long as a forward and a backward pass: 3, or 2 where an adapter freezes the
+    weights."""
+    return 3.0 if spec.adapter is None else 2.0
+
+
 def _passes(spec: ModelSpec) -> float:
-    """Forward passes that take as long as a forward and a backward pass: 3, or 2 where an adapter freezes the weights;
-    gradient checkpointing adds one."""
+    """The same with what gradient checkpointing computes again."""
     assert isinstance(spec.options, EngineOptions)
-    return (3.0 if spec.adapter is None else 2.0) + spec.options.gradient_checkpointing
+    return training_passes(spec) + spec.options.gradient_checkpointing
 
 
 def _forward(workload: Workload, spec: ModelSpec, rows: float) -> float:

@@ -25,6 +25,10 @@ class Device:
     bf16: bool = True
     """whether it multiplies bf16 fast; otherwise `--dtype auto` is fp16 there"""
 
+    def peak(self, b: int) -> float:
+        """Operations per second on numbers of `b` bytes."""
+        return self.flops_fp32 if b == 4 else self.flops
+
 
 DEVICES = (
     # NVIDIA's data sheets of the HGX and DGX systems, halves of their figures with sparsity

@@ -15,8 +15,6 @@ PROGRAM = 0.65e9
 """bytes of Python and the libraries in one process (torch 2.13 for CPUs: 0.48e9 at the start, 0.62e9 after a step)"""
 NODE = 8
 """devices in a node"""
-
-
 UTILISATION = 0.4
 """share of the peak speed that training and scoring reach"""
 CORE = Device("cpu", 0.0, 0.55e12, 0.21e12)
@@ -41,7 +39,7 @@ class Machine:
 
     def flops(self, b: int) -> float:
         """Operations per second that training reaches, for numbers of `b` bytes."""
-        return UTILISATION * (self.device.flops_fp32 if b == 4 else self.device.flops)
+        return UTILISATION * self.device.peak(b)
 
 
 def describe_machine(options: PlanOptions, processes: int) -> Machine:

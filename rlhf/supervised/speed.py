@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rlhf.distributed import collectives
-from rlhf.plan.cost import forward_flops
+from rlhf.plan.cost import forward_flops, training_passes
 from rlhf.plan.forecast import ModelSpec
 from rlhf.plan.machine import known_gpu
 from rlhf.plan.sizes import Size
@@ -40,8 +40,8 @@ def arithmetic(spec: ModelSpec, dtype: torch.dtype, row: float) -> Arithmetic | 
     gpu = known_gpu()
     if gpu is None:
         return None
-    peak = collectives.world_size() * (gpu.flops_fp32 if dtype.itemsize == 4 else gpu.flops)
-    return Arithmetic(spec.size(), row, 3.0 if spec.adapter is None else 2.0, peak)
+    peak = collectives.world_size() * gpu.peak(dtype.itemsize)
+    return Arithmetic(spec.size(), row, training_passes(spec), peak)
 
 
 class Speed:
