@@ -17,7 +17,6 @@ from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
-from rlhf.hub.untrusted import LOAD_ERRORS
 from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
 from rlhf.models.quantized import BITS, quantizable
@@ -78,19 +77,19 @@ class Size:
     linear: int = 0
     """numbers in the copies of linear layers that decoding on a CPU has: of all that are not quantised, but for a head
     that hides ids; whole blocks of ROWS outputs"""
-    state: tuple[int, int] | None = None
-    """(fp32 numbers, 8-bit codes) in the optimizer's state beside the master weights; None: AdamW's two moments"""
+    state: tuple[int, int] = (0, 0)
+    """(fp32 numbers, 8-bit codes) in the optimizer's state beside the master weights"""
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state beside the master weights, on one device."""
-        numbers, codes = self.state or (2 * self.trained, 0)
+        numbers, codes = self.state
         return 4 * numbers + codes
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of the trained weights and the optimizer's state in a checkpoint: every number is in fp32 there."""
-        return 4 * (self.trained + sum(self.state or (2 * self.trained, 0)))
+        return 4 * (self.trained + sum(self.state))
 
     def weight_bytes(self, b: int) -> float:
         """Bytes of all weights on one device; `b`: of a number in the compute dtype."""
@@ -178,17 +177,8 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
     """Exact sizes of a model, counted on the meta device from its config."""
     config, quantize = resized_config(model_path, setup), setup.quantize
-    try:
-        with torch.device("meta"):
-            model = build(config, head, setup)
-    except KeyError as error:  # an activation, a kind of positions
-        message = f"model '{model_path}': cannot be built: transformers has no {error}, as in its config"
-        raise UserError(message) from None
-    except UserError:
-        raise
-    except LOAD_ERRORS as error:  # a padding id beyond the vocabulary, heads of 0
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"model '{model_path}': cannot be built from its config.json ({reason})") from error
+    with load.explain_load_errors(model_path), torch.device("meta"):
+        model = build(config, head, setup)
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     weights = [weight for weight in model.parameters() if weight.requires_grad and not setup.frozen]
     trained, outer = [weight.numel() for weight in weights], outer_weights(model)

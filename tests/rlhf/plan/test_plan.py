@@ -124,7 +124,7 @@ def test_checkpointing_and_adapters_need_less_memory(model_path: str) -> None:
 # --- what DeepSpeed holds
 
 
-SIZE = Size(total=1000, trained=1000, largest=100, outer=200, layers=2, hidden=8, cache=32, vocabulary=50)
+SIZE = Size(1000, trained=1000, largest=100, outer=200, layers=2, hidden=8, cache=32, vocabulary=50, state=(2000, 0))
 
 
 def options(**setting: Any) -> EngineOptions:
