@@ -23,9 +23,8 @@ from step2_reward import plan as reward_plan
 from step3_ppo import plan as ppo_plan
 
 
-def workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
-    """(options and workload function of each chosen stage, options of the plan, models that step 3 starts from)"""
-    plan_options = PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields})
+def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, str]]:
+    """(options and workload function of each chosen stage, models that step 3 starts from)"""
     if chain.reward_models:
         named = reward_models.named_data(chain)
         both = tuple(reward_models.sources(named, lambda _: chain.reward.model))
@@ -42,7 +41,7 @@ def workloads(chain: Any) -> tuple[dict[str, Any], PlanOptions, dict[str, str]]:
             later: dict[int, Callable[..., Workload]] = {2: reward_plan.workload, 3: ppo_plan.workload}
             functions |= {step: partial(later[step], ids=ids) for step in steps if step in later}
     stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), functions[step]) for step in steps}
-    return stages, plan_options, ppo_plan.earlier_models(chain.output_dir, planned)
+    return stages, ppo_plan.earlier_models(chain.output_dir, planned)
 
 
 def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
@@ -50,15 +49,15 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
 
     program, argv: the command as typed
     """
-    stages, plan_options, model_paths = workloads(chain)
+    stages, model_paths = workloads(chain)
     stages = {section: (options, _with_rows(section, function)) for section, (options, function) in stages.items()}
-    plans = plan_stages(stages, plan_options, processes, model_paths)
+    plans = plan_stages(stages, chain, processes, model_paths)
     named = zip(stages, plans, strict=True)
     proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
     if len(proposals) < len(plans):
         return format_plans(plans)
     words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
-    words += _deployment(chain, plan_options.devices or processes)
+    words += _deployment(chain, chain.devices or processes)
     words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
     return f"{format_plans(plans)}\n\nthe fastest setting that fits:\n{' '.join(filter(None, words))}"
 
@@ -99,9 +98,9 @@ def _without_plan(argv: list[str]) -> list[str]:
 
 def resolve_zero_stages(chain: Any, processes: int) -> Any:
     """Replace `--zero-stage auto` by the fastest setting that fits, and print it. Raises: UserError if none fits."""
-    stages, plan_options, model_paths = workloads(chain)
+    stages, model_paths = workloads(chain)
     resolved = {
-        section: resolve_zero_stage(options, workload, plan_options, processes, model_paths)
+        section: resolve_zero_stage(options, workload, chain, processes, model_paths)
         for section, (options, workload) in stages.items()
     }
     return chain.model_copy(update=resolved)

@@ -347,7 +347,7 @@ def test_several_devices_are_started_by_the_proposed_command(model_path: str) ->
 def plans_of(*words: str) -> list[Forecast]:
     """Of the three steps, on the machine that the recipe names."""
     chain = resolved(*words)
-    target = describe_machine(PlanOptions(**{name: getattr(chain, name) for name in PlanOptions.model_fields}), 1)
+    target = describe_machine(chain, 1)
     assert chain.device is not None and target.count == chain.devices
     assert (chain.deployment_type == "single_node") == (target.count > 1)
     starts = {"actor_model": chain.actor_model, "reward_model": chain.reward_model}
