@@ -188,6 +188,7 @@ def _time(plan: Forecast) -> str:
     seconds, times = sum(parts.values()), ", ".join(f"{name} {part:.2g} s" for name, part in parts.items())
     total, rate = console.duration(steps * seconds), plan.machine.flops(workload.b) / 1e12
     return (
-        f"  {amount}: about {total}, and the evaluations; an {'iteration' if workload.rollout else 'optimizer step'} "
-        f"about {seconds:.2g} s ({times}), a rough estimate by {rate:.3g} TFLOP/s of a device"
+        f"  {amount}: about {total}, and the evaluations\n"
+        f"  {'iteration' if workload.rollout else 'optimizer step'}: about {seconds:.2g} s ({times}), "
+        f"a rough estimate by {rate:.3g} TFLOP/s of a device"
     )

@@ -67,7 +67,7 @@ def test_a_plan_adds_up_the_time_of_a_stage(model_path: str) -> None:
     for workload, start in ((tuning, "1,000 rows of an epoch: about "), (rollouts, "10 iterations: about ")):
         text = report(forecast(workload, machine))
         total = re.search(rf"\n  {start}([\d.]+) s", text)
-        step = re.search(r"; an (?:optimizer step|iteration) about ([\d.e-]+) s", text)
+        step = re.search(r"\n  (?:optimizer step|iteration): about ([\d.e-]+) s", text)
         assert total and step and float(total[1]) == pytest.approx(10 * float(step[1]), rel=0.06)
         assert ("evaluation: 200 prompts show a gain of 0.2 standard deviations" in text) == (workload is rollouts)
 
