@@ -81,6 +81,8 @@ def test_before_the_earlier_stages_run_the_critic_starts_from_the_same_model(
         with pytest.raises(UserError, match="other': its tokenizer or chat template gives other ids"):
             named = config.model_copy(update={"critic_model": "reward"})
             check(named, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
+        with pytest.raises(UserError, match=r"critic '.*other': its tokenizer or chat template gives other ids"):
+            check(config_of(folder, critic_model=str(folder / "other")))
 
 
 def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:

@@ -1,13 +1,10 @@
 """Inputs of strangers: nothing in them runs, what cannot be used is one line that names it, and the exit code is 2.
 
-Whether something ran is told by a directory that the planted code makes. The rest of the fault tables' rows on
-security is in rlhf/chain/test_security_run.py (sockets, secrets) and rules/test_security_source.py (what no module may
-call).
+Whether something ran is told by a directory that the planted code makes. Sockets and secrets:
+rlhf/chain/test_security_run.py; what no module may call: rules/test_security_source.py.
 """
 
-import io
 import json
-import pickle
 import shutil
 import socket
 import threading
@@ -28,43 +25,7 @@ from rlhf.models.scalar import load_scalar_model
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from step1_sft import __main__ as sft
 from tests.support import payloads, tiny
-from tests.support.fault_names import require_collected
 from tests.support.programs import Run, runner
-
-CARELESS: dict[str, Any] = {"weights_only": bool(0)}  # so that no module has it where rules look for it
-
-ROWS: dict[int, tuple[str, ...]] = {
-    # pickles in every file of ours and of a model's directory
-    28: (
-        "rlhf/hub/test_security.py::test_no_payload_in_a_model_directory_runs",
-        "rlhf/hub/test_security.py::test_an_adapter_is_no_model",
-        "rlhf/hub/test_security.py::test_code_beside_a_tokenizer_never_runs",
-        "data/test_security_data.py::test_no_payload_in_the_cache_runs",
-        "rlhf/training/test_security_checkpoints.py::test_strays_in_a_checkpoint_are_ignored",
-        "rlhf/training/test_security_checkpoints.py::test_a_file_that_became_a_pickle_is_not_read",
-        "rlhf/training/test_security_checkpoints.py::test_a_pickle_that_the_manifest_vouches_for_does_not_run",
-    ),
-    # a data set that is a script
-    58: ("data/read/test_paths.py::test_a_loading_script_is_refused_and_not_run",),
-    # a hub that cannot be reached
-    59: (
-        "rlhf/chain/test_errors.py::test_the_hub_does_not_answer",
-        "rlhf/text/test_text.py::test_an_unreachable_hub_is_told_at_once",
-        "data/read/test_paths.py::test_a_hub_that_does_not_answer_is_refused_fast",
-        "rlhf/hub/test_security.py::test_a_name_server_that_is_silent_holds_nobody_up",
-    ),
-    # secrets
-    94: ("rlhf/chain/test_security_run.py::test_no_secret_is_written",),
-    # a terminal without Unicode
-    95: (
-        "rlhf/chain/test_security_run.py::test_a_terminal_that_knows_ascii_only",
-        "rlhf/chain/test_train.py::test_nothing_is_said_but_our_lines",
-    ),
-}
-
-
-def test_every_fault_has_tests_and_they_exist() -> None:
-    require_collected(ROWS, in_faults=["rlhf/chain/test_security_run.py"])
 
 
 @pytest.fixture
@@ -104,18 +65,6 @@ def refused(
         return line
 
     return call
-
-
-@pytest.mark.parametrize("kind", payloads.WRITERS)
-def test_the_payloads_are_live(kind: str, tmp_path: Path, ran: Path) -> None:
-    """Each runs when it is read without care; otherwise the tests below would show nothing."""
-    path = tmp_path / "file"
-    payloads.WRITERS[kind](path, {}, ran)
-    if kind == "a plain pickle":
-        pickle.Unpickler(io.BytesIO(path.read_bytes())).load()
-    else:
-        torch.load(path, **CARELESS)
-    assert ran.is_dir()
 
 
 # --- weights
