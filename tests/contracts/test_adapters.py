@@ -3,23 +3,19 @@ wrapped ones do. test_adapter_methods.py has the other methods."""
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
-from rlhf.engine.export import full_state, save_policy, save_scalar
+from rlhf.engine.export import full_state
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.maths import losses
-from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
-from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.types import Sequences
 from step3_ppo.rollout import Reference
 from tests.support import tiny
@@ -63,11 +59,6 @@ def policy_engine(adapter: str, family: str = "llama", **options: Any) -> Engine
     return Engine(policy, EngineOptions(**{"dtype": "fp32", "zero_stage": 1, **options}), OPTIMIZER, 3)
 
 
-def reward_engine(adapter: str, stage: int) -> Engine:
-    model = ScalarModel(adapters.wrap(tiny.backbone(), adapter), ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
-    return Engine(model, EngineOptions(dtype="fp32", zero_stage=stage), OPTIMIZER, 3)
-
-
 def train(engine: Engine, steps: int = 3) -> list[float]:
     count = ROWS.loss_mask.sum()
     nll = []
@@ -92,18 +83,6 @@ def test_nothing_changes_before_the_first_step(adapter: str, family: str) -> Non
 
 @each
 @families
-def test_only_new_weights_train_and_they_have_the_models_dtype(adapter: str, family: str) -> None:
-    plain = tiny.causal_lm(family).to(torch.bfloat16)
-    count = sum(weight.numel() for weight in plain.parameters())
-    wrapped = adapters.wrap(plain, adapter)
-    frozen = sum(weight.numel() for weight in wrapped.parameters() if not weight.requires_grad)
-    trained = [weight for weight in wrapped.parameters() if weight.requires_grad]
-    assert frozen == count and trained
-    assert {weight.dtype for weight in wrapped.parameters()} == {torch.bfloat16}
-
-
-@each
-@families
 def test_merged_weights_say_what_wrapped_ones_do(adapter: str, family: str) -> None:
     plain = tiny.causal_lm(family)
     wrapped = disturbed(adapters.wrap(copy.deepcopy(plain), adapter))
@@ -113,16 +92,6 @@ def test_merged_weights_say_what_wrapped_ones_do(adapter: str, family: str) -> N
     merged.load_state_dict(state)
     assert greatest(logprobs(Policy(merged)) - logprobs(Policy(wrapped))) < 1e-5
     assert greatest(logprobs(Policy(merged)) - logprobs(Policy(plain))) > 1e-2
-
-
-@each
-def test_merging_in_bf16_loses_no_more_than_bf16(adapter: str) -> None:
-    plain = tiny.causal_lm().to(torch.bfloat16)
-    wrapped = disturbed(adapters.wrap(copy.deepcopy(plain), adapter))
-    merged = copy.deepcopy(plain)
-    merged.load_state_dict(full_state(wrapped, adapter))
-    difference = (logprobs(Policy(merged)) - logprobs(Policy(wrapped)))[ROWS.loss_mask]
-    assert float(difference.abs().mean()) < 5e-2
 
 
 @each
@@ -150,42 +119,3 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
     assert changed and changed <= trained
     with Reference(adapters.open_adapter(adapter)).of(engine) as reference:
         assert torch.equal(logprobs(reference), logprobs(Policy(tiny.causal_lm())))
-
-
-@each
-def test_the_zero_stage_and_checkpointing_change_no_loss(adapter: str) -> None:
-    def losses_with(**options: Any) -> list[float]:
-        torch.manual_seed(0)  # of the adapter's first weights
-        return train(policy_engine(adapter, **options))
-
-    expected = losses_with()
-    for options in ({"zero_stage": 3}, {"gradient_checkpointing": True}):
-        assert losses_with(**options) == pytest.approx(expected, abs=1e-6), options
-
-
-@each
-@stages
-def test_a_saved_policy_is_a_plain_model(adapter: str, stage: int, tmp_path: Path) -> None:
-    engine = policy_engine(adapter, "gpt2", zero_stage=stage)
-    train(engine)
-    save_policy(engine, adapter, tiny.tokenizer(), tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert set(loaded.state_dict()) == set(tiny.causal_lm("gpt2").state_dict())
-    with engine.inference() as actor:
-        assert greatest(logprobs(Policy(loaded)) - logprobs(actor)) < 1e-5
-
-
-@each
-@stages
-def test_the_head_of_a_scalar_model_trains_too(adapter: str, stage: int, tmp_path: Path) -> None:
-    engine = reward_engine(adapter, stage)
-    before = weights(engine)
-    engine.step([ROWS], lambda rows: (engine(rows)[rows.mask].mean(), {}))
-    engine.step([ROWS], lambda rows: (engine(rows)[rows.mask].mean(), {}))
-    after = weights(engine)
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert "score.weight" in changed and len(changed) > 1
-    save_scalar(engine, adapter, tiny.tokenizer(), tmp_path)
-    loaded = load_scalar_model(str(tmp_path), torch.float32, tiny.VOCAB)
-    with engine.inference() as model:
-        assert greatest((loaded(ROWS) - model(ROWS))[ROWS.mask]) < 1e-5

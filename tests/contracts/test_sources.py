@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from data.config import DataOptions
-from data.dataset import Recipe, open_datasets
-from data.prepare.split import group_of, share_of
 from data.read.records import DataSource, Phase, Skipped
 from data.sources.demo import words
 from rlhf.config import Config
@@ -58,10 +55,6 @@ def name_of(key: str) -> str:
 def opened(key: str, path: str) -> Any:
     """A DataSource, which may have a fingerprint."""
     return build(FOLDER, name_of(key) + EXAMPLES[key].options, path)
-
-
-def location_of(key: str, path: str) -> str:
-    return f"{name_of(key)}{EXAMPLES[key].options}:{path}"
 
 
 def all_rows(source: DataSource) -> Iterator[tuple[Phase, Row]]:
@@ -165,44 +158,6 @@ def test_the_fingerprint_changes_with_the_records(key: str, tmp_path: Path) -> N
         file.write_bytes(file.read_bytes().replace(b"5", b"6"))
     other = build(FOLDER, "demo,rows=201", "") if key == "demo" else opened(key, path)
     assert all(other.fingerprint(phase) != before[phase] for phase in PHASES)
-
-
-def test_no_prompt_and_no_group_is_in_two_splits(key: str, tmp_path: Path) -> None:
-    location = location_of(key, place_of(EXAMPLES[key], tmp_path))
-    source = opened(key, place_of(EXAMPLES[key], tmp_path))
-    for seed in range(3):
-        options = DataOptions(data_path=(location,), data_seed=seed)
-        shares: dict[str, set[str]] = {}
-        for _, row in all_rows(source):
-            prompt = " ".join(message.content for message in row.prompt)
-            for text in (f"prompt {prompt}" if prompt else "", f"group {group_of(row)}", f"response {row.response}"):
-                # One response may answer many prompts; where it stands alone it is what must not be seen before.
-                if text and (prompt or not text.startswith("prompt")) and not (prompt and text.startswith("response")):
-                    shares.setdefault(text, set()).add(share_of(row, options))
-        assert all(len(phases) == 1 for phases in shares.values())
-
-
-OPENED = (
-    "demo", "files", "helpsteer", "helpsteer2_preference", "hh_rlhf", "llama_factory", "mkqa", "oasst1/tree",
-    "rt_polarity", "safe_rlhf", "stack_exchange",
-)  # fmt: skip
-"""every file of data/sources, and of the table's rows two"""
-
-
-@pytest.mark.parametrize("key", OPENED)
-def test_every_phase_opens(key: str, tmp_path: Path) -> None:
-    location = location_of(key, place_of(EXAMPLES[key], tmp_path))
-    rows = all_rows(opened(key, place_of(EXAMPLES[key], tmp_path)))
-    texts = [text for _, row in rows for text in (row.response or "", row.rejected or "")]
-    known = sorted({word for text in texts for word in text.split()})
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/model.yaml").write_text(json.dumps({"tokenizer": {"words": known}}))
-    tokenizer = prepare_tokenizer(load_tokenizer(str(tmp_path / "model/model.yaml")), "plain")
-    for phase in EXAMPLES[key].phases:
-        options = DataOptions(data_path=(location,), eval_fraction=0.3, data_cache=str(tmp_path / "cache"))
-        datasets = open_datasets(options, Recipe(phase), tokenizer)
-        assert len(datasets.train) > 0
-        assert len(datasets.evaluation) > 0
 
 
 def test_a_spoiled_column_is_told_by_line_and_name(table: str, tmp_path: Path) -> None:

@@ -1,24 +1,19 @@
 """Runs of a tiny policy that go wrong in earnest, what is said of them, and what ends them."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from rlhf.maths import losses, ops
-from rlhf.rewards import Sources, WeightedSource
-from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
-from rlhf.types import Metrics, Samples, ScoredRollout
-from step3_ppo.algorithms import ppo
+from rlhf.maths import losses
+from rlhf.types import Metrics, ScoredRollout
 from step3_ppo.guard import KLGuard, RunawayError
 from step3_ppo.metrics import credit_metrics, rollout_metrics
-from step3_ppo.warnings import IN_A_ROW, Watch
-from tests.step3_ppo.test_bandit import ACTIONS, BATCH, logprobs_of, sampled
+from step3_ppo.warnings import Watch
 from tests.support import tiny
-from tests.support.players import ONE_STEP, Players, first, players, twice_each
+from tests.support.players import Players, first, players, twice_each
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,14 +41,6 @@ def alarms(steps: Iterable[Metrics]) -> dict[str, int]:
         for notice in watch.check(step, metrics):
             first_steps.setdefault(notice.name, step)
     return first_steps
-
-
-def scored_by(game: Players, score: Callable[[Samples], Tensor]) -> Players:
-    return replace(game, scorer=replace(game.scorer, sources=Sources((WeightedSource("own", 1.0, score),))))
-
-
-def length(samples: Samples) -> Tensor:
-    return samples.rollout.lengths.float()
 
 
 # --- a KL that explodes
@@ -130,22 +117,6 @@ def test_a_run_may_resume_at_an_iteration_that_is_left_out() -> None:
     assert len(list(guard.guarded([{"skipped_iteration": 1.0}, {"kl": 1.0}]))) == 2
 
 
-def test_a_run_that_explodes_is_warned_of_and_ended_and_its_best_policy_stays() -> None:
-    fast = {"num_mini_batches": 1, "micro_batch_size": 8}
-    game = players("ppo", learning_rate=0.3, critic_learning_rate=0.3, kl_coef=0.0, **fast)
-    saved_weights: list[dict[str, Tensor]] = []
-    best = Best("eval_score", None, lambda: saved_weights.append(game.weights()))
-    looks = iter(range(0, -99, -1))  # the first look is the best
-    steps = with_evaluations(
-        iterations(game, 12), EvaluationSchedule(1, 12), lambda _: {"eval_score": float(next(looks))}, best
-    )
-    with pytest.raises(RunawayError, match="--abort-kl 10 for 2 iterations; lower --learning-rate"):
-        alarms(KLGuard(10.0, 2).guarded(steps))
-    assert len(saved_weights) == 1 and all(torch.isfinite(weight).all() for weight in saved_weights[0].values())
-    calm = players("ppo", learning_rate=1e-4, critic_learning_rate=1e-4, **fast)
-    assert len(list(KLGuard(10.0, 2).guarded(iterations(calm, 4)))) == 4
-
-
 @pytest.mark.parametrize("apart", [50.0, 90.0, 1e4])
 def test_a_token_that_ran_away_spoils_no_step(apart: float) -> None:
     """Its ratio, beyond what fp32 holds, is far beyond the clip: of a good token nothing is left to learn."""
@@ -181,57 +152,3 @@ def test_sampling_from_another_distribution_is_told_by_a_negative_kl(factor: flo
     assert alarms(wrong)["negative_kl"] == 3 and "negative_kl" not in alarms(right)
     # Which side is at fault: sampling and scoring differ by more than rounding.
     assert min(row["sampling_mismatch"] for row in wrong) > 0.1 > 1e-4 > max(row["sampling_mismatch"] for row in right)
-
-
-# --- a first ratio that is not 1
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_dropout_in_the_policy_trips_the_first_ratio(dropout: float) -> None:
-    game = players("ppo", **ONE_STEP)
-    game.actor.module.lm.model.norm.register_forward_hook(
-        lambda norm, inputs, states: nn.functional.dropout(states, dropout, norm.training)
-    )
-    warned = alarms(iterations(game, 1))
-    assert warned.get("first_ratio") == (1 if dropout else None)
-
-
-# --- rewards that are hacked, policies that collapse
-
-
-def test_a_reward_for_length_is_hacked_and_told() -> None:
-    options = {"learning_rate": 1e-2, "critic_learning_rate": 1e-2, "kl_coef": 0.0, "response_length": 32}
-    game = scored_by(players("ppo", **options, num_mini_batches=1, micro_batch_size=8), length)
-    rows = list(iterations(game, 5))
-    warned = alarms(rows)
-    assert warned["score_follows_length"] == IN_A_ROW
-    assert rows[-1]["response_length"] > 2 * rows[0]["response_length"]  # and it works
-
-
-def entropies(kl_coef: float) -> list[Metrics]:
-    """PPO on the bandit of tests/step3_ppo/test_bandit.py for long: the entropy of the policy at each iteration."""
-    draw = torch.Generator().manual_seed(0)
-    scores, ref_logits = torch.randn(2, ACTIONS, generator=draw).unbind()
-    algorithm = ppo.build(ppo.Config(algorithm="ppo", kl_coef=kl_coef))
-    logits, baseline = ref_logits.clone().requires_grad_(), torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.Adam([logits, baseline], lr=0.05)
-    metrics = []
-    for _ in range(200):
-        with torch.no_grad():
-            rollout = sampled(logits, ref_logits, baseline, scores, draw)
-            credit = algorithm.credit(rollout, first(algorithm))
-            metrics.append({"entropy": ops.entropy(logits[None, None]).item()})
-        count = rollout.mask.sum()
-        loss, _ = algorithm.policy_loss(
-            logprobs_of(logits, rollout.response_ids), rollout, credit, count, first(algorithm)
-        )
-        optimizer.zero_grad()
-        (loss + algorithm.value_loss(baseline.expand(BATCH, 1), rollout, credit, count, first(algorithm))[0]).backward()
-        optimizer.step()
-    return metrics
-
-
-def test_a_policy_without_kl_collapses_and_is_told() -> None:
-    free, penalized = entropies(kl_coef=0.0), entropies(kl_coef=0.5)
-    assert alarms(free).keys() == {"entropy_collapse"} and alarms(free)["entropy_collapse"] > 10
-    assert free[-1]["entropy"] < 0.1 < 0.5 < penalized[-1]["entropy"] and alarms(penalized) == {}

@@ -16,7 +16,6 @@ from rlhf import plugins
 from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.maths import ops
 from rlhf.models.policy import Policy
 from rlhf.types import Message, Row, Samples, ScoredRollout
 from step3_ppo import inputs
@@ -82,38 +81,6 @@ def test_two_groups_by_hand() -> None:
     credit = algorithm.credit(rollout, first(algorithm))
     assert credit.advantages[:, 0].tolist() == [0, 1, 0, 1, 0, 0]
     assert credit.returns[:, 0].tolist() == [0.5, 2.0, -1.0, 0.5, 0.5, -1.0]
-
-
-def test_learned_to_the_end_it_becomes_the_best_of_k_twice() -> None:
-    """Two iterations of sampling and fine-tuning: the second chooses from the law that the first has left."""
-    draw = torch.Generator().manual_seed(0)
-    group, size = 3, 60_000
-    algorithm, law, expected = built(group), LAW, LAW
-    for _ in range(2):
-        ids = torch.multinomial(law, group * size, replacement=True, generator=draw)
-        rollout = one_token(ids, SCORES, law.log().float())
-        rows = algorithm.select(rollout)
-        chosen, credit = rollout[rows], algorithm.credit(rollout, first(algorithm))[rows]
-        logits = torch.zeros(len(LAW), requires_grad=True)
-        optimizer = torch.optim.LBFGS([logits], lr=1.0, max_iter=100, tolerance_grad=1e-9)
-
-        def closure(optimizer: Any = optimizer, logits: Tensor = logits, part: Any = (chosen, credit)) -> Tensor:
-            optimizer.zero_grad()
-            table = logits.expand(size, 1, len(LAW))
-            logprobs = ops.token_logprobs(table, part[0].response_ids)
-            loss: Tensor = algorithm.policy_loss(logprobs, *part, torch.tensor(float(size)), first(algorithm))[0]
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        law = logits.detach().double().softmax(0)
-        expected = best_of(expected, SCORES, group)
-        # The fit is that of the frequencies, and they are the law's within five standard errors.
-        frequencies = chosen.response_ids.flatten().bincount(minlength=len(LAW)).double() / size
-        torch.testing.assert_close(law, frequencies, rtol=0, atol=2e-4)
-        error = 5 * (expected * (1 - expected) / size).sqrt() + 1e-3
-        assert ((law - expected).abs() < error).all()
-    assert expected[1] > 0.6 > 0.3 > LAW[1]
 
 
 @pytest.fixture(scope="module")

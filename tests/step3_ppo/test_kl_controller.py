@@ -181,15 +181,6 @@ def test_a_coefficient_of_0_could_not_be_steered() -> None:
         validate(Config, {"kl_target": 1.0, "kl_coef": 0.0}, "x")
 
 
-STEERED = sorted(set(plugins.names("step3_ppo.algorithms")) - {"best_of_n"})  # which only measures it
-
-
-@pytest.mark.parametrize("name", STEERED)
-def test_every_algorithm_has_one(name: str) -> None:
-    config = plugins.find("step3_ppo.algorithms", name).Config(algorithm=name, kl_coef=0.25)
-    assert KLController(config).coef == 0.25
-
-
 @pytest.mark.parametrize(("asked_for", "expected"), [(0.3, 0.7), (0.1, 0.1)])
 def test_a_resumed_run_keeps_its_coefficient_unless_the_options_changed_it(asked_for: float, expected: float) -> None:
     """Steered from 0.3 to 0.7 when the checkpoint was written."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from rlhf.config import option_names
 from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
-from rlhf.maths import ops
 from rlhf.types import Credit, Message, Metrics, Row, ScoredRollout
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
@@ -148,18 +147,6 @@ def test_without_a_critic_nothing_is_said_of_one() -> None:
     rollout = drawn(1, 9, 7)
     metrics = credit_metrics(replace(rollout, values=None), credited(rollout))
     assert set(metrics) == {"advantage_mean", "advantage_std", "advantage_peak", "return_mean", "return_std"}
-
-
-def test_raw_advantages_are_those_before_whitening() -> None:
-    rollout = drawn(2, 9, 7)
-    raw = credited(rollout)
-    white = ops.whiten(raw.advantages, rollout.mask, *ops.mean_var(ops.moments(raw.advantages, rollout.mask)))
-    metrics = credit_metrics(rollout, Credit(white, raw.returns))
-    on_mask = raw.advantages[rollout.mask].double()
-    assert metrics["raw_advantage_mean"] == pytest.approx(on_mask.mean().item(), abs=1e-6)
-    assert metrics["raw_advantage_std"] == pytest.approx(on_mask.std(correction=0).item(), rel=1e-5)
-    assert metrics["advantage_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["advantage_std"] == pytest.approx(1.0, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))

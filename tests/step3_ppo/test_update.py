@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf import adapters
 from rlhf.generation import open_backend
 from rlhf.maths import losses, ops
 from rlhf.maths.uniforms import uniforms
-from rlhf.models.policy import Policy
 from rlhf.rewards import Sources, WeightedSource
 from rlhf.types import Credit, Samples, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.rollout import Reference, generate, per_token
+from step3_ppo.rollout import generate, per_token
 from step3_ppo.update import CreditedRollout, Trained, _means, update
-from tests.support import engine_runs, tiny
+from tests.support import tiny
 from tests.support.players import (
     PROMPTS,
     Players,
@@ -82,22 +80,6 @@ def test_old_and_reference_logprobs_are_those_of_plain_models(game: Players, rol
             assert not logprobs[b, len(response) :].any()
 
 
-def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
-    actor = engine_runs.engine({"zero_stage": 0}, adapter="lora")
-    rows = engine_runs.batches(1)[0]
-    with torch.no_grad():
-        exact = Policy(engine_runs.start())(rows)[0]
-        for weight in actor.module.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1)
-    with actor.inference() as policy, torch.no_grad():
-        moved = policy(rows)[0]
-    with Reference(adapters.open_adapter("lora")).of(actor) as reference:
-        torch.testing.assert_close(reference(rows)[0], exact, rtol=0, atol=1e-5)
-    with actor.inference() as policy:
-        assert torch.equal(policy(rows)[0], moved) and float((moved - exact).abs().max()) > 1e-2
-
-
 def test_values_are_those_of_the_states_before_each_token(game: Players, rollout: ScoredRollout) -> None:
     assert rollout.values is not None
     critic = game.critic.module
@@ -109,14 +91,6 @@ def test_values_are_those_of_the_states_before_each_token(game: Players, rollout
                 exact = critic.score(critic.backbone(input_ids=before).last_hidden_state)[0, -1].item()
             assert rollout.values[b, t].item() == pytest.approx(exact, abs=1e-5)
         assert not rollout.values[b, len(response) :].any()
-
-
-def test_a_response_without_end_pays_the_penalty(rollout: ScoredRollout) -> None:
-    fined = players("ppo", missing_eos_penalty=3.0)
-    assert rollout.ended.any() and not rollout.ended.all()
-    scores = fined.score(rollout).scores
-    assert scores is not None and rollout.scores is not None
-    assert torch.equal(scores, torch.where(rollout.ended, rollout.scores, rollout.scores - 3.0))
 
 
 def test_the_source_gets_the_text_without_special_tokens(game: Players, rollout: ScoredRollout) -> None:
@@ -240,16 +214,6 @@ def test_garbage_after_the_end_changes_no_bit() -> None:
 
     clean, dirty = play(False), play(True)
     assert all(torch.equal(clean[name], dirty[name]) for name in clean)
-
-
-def test_the_same_iteration_twice_is_bit_exact() -> None:
-    def play() -> dict[str, Tensor]:
-        game = players("ppo")
-        game.update(game.score(game.sample(twice_each())))
-        return game.weights()
-
-    one, again = play(), play()
-    assert all(torch.equal(one[name], again[name]) for name in one)
 
 
 def test_two_epochs_equal_a_plain_ppo_loop() -> None:
