@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -86,14 +85,6 @@ def test_ranks_meet_and_listen_to_this_machine_only(program: str, tmp_path: Path
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
     listening = (tmp_path / "listen-0").read_text().splitlines()
     assert all(" 0100007F:" in line for line in listening) and (listening or sys.platform != "linux")
-
-
-@LINUX
-@pytest.mark.parametrize("body", ["sys.exit(7) if rank else time.sleep(99)", "time.sleep(99) if rank else sys.exit(7)"])
-def test_the_first_to_fail_ends_the_others(program: str, body: str) -> None:
-    start = time.monotonic()
-    assert launcher.run(program, [body], 2) == 7
-    assert time.monotonic() - start < 99 and not alive(program)
 
 
 @LINUX
@@ -237,18 +228,6 @@ def test_two_ranks_end_well_every_time(program: str) -> None:
     body += "from rlhf.training.stage_process import end_well\n"
     body += "with process_group(60): barrier()\nend_well()"
     assert [int(launcher.run(program, [body], 2)) for _ in range(10)] == [0] * 10
-
-
-@pytest.mark.faults
-@LINUX
-def test_a_stage_ends_with_a_launcher_that_was_killed(program: str, tmp_path: Path) -> None:
-    stage = STAGE
-    stage += (
-        f"stage_main([], Declaration('x', '', {{}}, ()), lambda _: O, lambda _: (ready(), time.sleep(99)))  # {program}"
-    )
-    with launched(program, stage, 2, tmp_path) as process:
-        process.kill()
-    until(lambda: not alive(program))
 
 
 def test_codes_have_names() -> None:

@@ -62,33 +62,12 @@ def test_a_process_that_dies_while_saving_leaves_the_old_or_the_new(
     assert names(stage) == {"step-00000002", "step-00000003"}
 
 
-def test_an_old_one_goes_once_the_new_one_is_whole(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remove, removals = shutil.rmtree, []
-
-    def looking(path: Path, *arguments: Any, **named: Any) -> None:
-        if path.name.startswith("step-") and path.exists():
-            removals.append((path.name, whole(stage)))
-        remove(path, *arguments, **named)
-
-    monkeypatch.setattr(shutil, "rmtree", looking)
-    for step in (3, 4, 5):
-        assert save(stage, step) is None
-    assert removals == [("step-00000001", 3), ("step-00000002", 4), ("step-00000003", 5)]
-
-
 def test_one_checkpoint_alone_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         parser.parse(RunOptions, ["--keep", "1"], "train.py", "")
 
     code, _, message = programs.runner("train.py", main, monkeypatch, capsys)()
     assert code == 2 and "keep" in message and "greater than or equal to 2, got 1" in message
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_so_many_are_kept(tmp_path: Path, keep: int) -> None:
-    for step in (3, 9, 10, 100, 101):
-        assert save(tmp_path, step, keep=keep) is None
-    assert sorted(names(tmp_path)) == ["step-00000010", "step-00000100", "step-00000101"][-keep:]
 
 
 def test_the_step_in_the_name_counts_whatever_the_clock_says(tmp_path: Path) -> None:
@@ -132,16 +111,6 @@ def test_only_what_a_save_has_left_is_swept(stage: Path) -> None:
 def test_a_directory_of_checkpoints_alone_goes_with_them(stage: Path) -> None:
     checkpoints.sweep(stage, everything=True)
     assert not (stage / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("content", [None, "", "step-00000009", "step-00000001", "../.."])
-def test_no_file_says_which_is_the_newest(stage: Path, content: str | None) -> None:
-    """Other programs have a file `latest`, which names a checkpoint and may lie."""
-    for folder in (stage, stage / "checkpoints"):
-        if content is not None:
-            (folder / "latest").write_text(content)
-    assert whole(stage) == 2
-    assert save(stage, 3) is None and whole(stage) == 3
 
 
 def test_a_stray_file_is_said_and_ignored(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:

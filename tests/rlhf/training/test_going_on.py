@@ -3,16 +3,14 @@
 import contextlib
 import itertools
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhf.training import checkpoints
 from step3_ppo.schedule import Schedule
-from tests.support import killing, saving, tensorboard_events
+from tests.support import killing, tensorboard_events
 from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
 
@@ -111,22 +109,6 @@ def test_step_3_goes_on_from_every_iteration(
     dying(monkeypatch, lambda: run(options), "end", 0)
     run(options)
     require_same(left(Path("out/step3_ppo")), whole)
-
-
-@pytest.mark.faults
-def test_step_3_goes_on_from_any_iteration_alone(
-    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And with checkpoints every two iterations, the last of which may be lost."""
-    options, whole = everything
-    for step in range(2, 6):
-        shutil.rmtree("out", ignore_errors=True)
-        rare = options.model_copy(update={"save_every": 2})
-        dying(monkeypatch, lambda rare=rare: run(rare), "train", step)
-        if step == 5:
-            saving.flip(checkpoints.folder_of(Path("out/step3_ppo"), 4) / "state.json", 9)
-        run(options)
-        require_same(left(Path("out/step3_ppo")), whole)
 
 
 OTHERS: dict[str, dict[str, Any]] = {

@@ -75,16 +75,6 @@ PAYLOADS = [*((WEIGHTS, kind) for kind in payloads.WRITERS), *((name, "a plain p
 """every kind, and every file"""
 
 
-@pytest.mark.parametrize(("name", "kind"), [*PAYLOADS, (manifests.MANIFEST, "a plain pickle")])
-def test_a_file_that_became_a_pickle_is_not_read(
-    stage: Path, ran: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    payloads.WRITERS[kind](folder_of(stage) / name, {}, ran)
-    with pytest.raises(UserError, match="all checkpoints there are damaged"):
-        restore(stage)
-    assert name in capsys.readouterr().out and not ran.exists()
-
-
 @pytest.mark.parametrize(("name", "kind"), PAYLOADS)
 def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: Path, name: str, kind: str) -> None:
     """Who can write there can write the manifest too: sha256 tells accidents, and the formats keep code out."""
@@ -139,16 +129,3 @@ def test_a_manifest_names_logs_of_its_stage_only(
     with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert f"names the log {name!r}" in capsys.readouterr().out
-
-
-def test_a_checkpoint_holds_no_pickle(written: Path) -> None:
-    """Every file is JSON, or what its own first bytes say: the length of a JSON header, the header, and numbers."""
-    for file in folder_of(written).iterdir():
-        content = file.read_bytes()
-        if file.suffix == ".json":
-            json.loads(content)
-            continue
-        assert file.suffix == ".safetensors"
-        end = 8 + int.from_bytes(content[:8], "little")
-        ends = [entry["data_offsets"][1] for name, entry in json.loads(content[8:end]).items() if name[0] != "_"]
-        assert max(ends) == len(content) - end
