@@ -75,14 +75,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_is_something_to_test() -> None:
-    own = {"pairs.jsonl", "answers.csv", "chat.jsonl", "alpaca.json", "my_dataset.py", "notes.txt"}
-    own |= {"thinking.jinja", "thoughts.jsonl", "tools.jsonl"}
-    assert set(files()) == own | {"dataset_info.json", "questions.json", "talks.jsonl"}
-    assert len(commands()) >= 14
-    assert all(line.startswith(("python -m data.preview ", "python -m step")) for line in commands())
-
-
 PREVIEWS = [line for line in commands() if "data.preview" in line]
 
 

@@ -70,20 +70,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_there_is_something_to_test() -> None:
-    text = "\n".join(commands())
-    for word in (
-        "make demo",
-        "make install",
-        "train.py --config",
-        "--steps 2 3",
-        "-m data.preview",
-        "-m rlhf evaluate",
-    ):
-        assert word in text
-    assert all(f"-m {stage}" in text for stage in MAINS)
-
-
 def test_readme_is_skimmed_in_two_minutes() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 120 and "```python" not in lines

@@ -147,21 +147,6 @@ def test_a_policy_against_itself(run: Run, world: Path, options: list[str], tmp_
         assert response == twin
 
 
-def test_a_copy_of_the_reference_under_another_name_has_no_kl(
-    run: Run, world: Path, options: list[str], tmp_path: Path
-) -> None:
-    (tmp_path / "copy").symlink_to(world / "even")
-    (tmp_path / "twin").mkdir()
-    for file in (world / "even").iterdir():
-        (tmp_path / "twin" / file.name).write_bytes(file.read_bytes())
-    paths = [str(world / "even"), str(tmp_path / "copy"), str(tmp_path / "twin")]
-    code, _, error = run("--policies", *paths, "--output", str(tmp_path / "out"), *options)
-    assert code == 0, error
-    for policy in results(tmp_path / "out")["policies"]:
-        assert abs(policy["kl"]["mean"]) < 1e-5
-        assert policy["win_rate"] is None or policy["win_rate"]["mean"] == 0.5
-
-
 def test_after_a_power_cut_results_have_their_files(
     run: Run, world: Path, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

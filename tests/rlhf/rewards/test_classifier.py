@@ -116,16 +116,6 @@ def test_a_label_by_its_name(tmp_path: Path) -> None:
     assert negative == pytest.approx([-score for score in scores_from(",label=1", tmp_path)])
 
 
-def test_the_prompt_is_read_where_asked(tmp_path: Path) -> None:
-    model = encoder(tmp_path)
-    s = replace(samples(rollout()), prompts=("w4 ", "w5 ", ""), responses=TEXTS, answers=TEXTS)
-    spec = f"classifier,model={tmp_path},label=1,with_prompt=true"
-    scores = rewards.open_source(spec, context(tmp_path))(s).tolist()
-    for prompt, text, score in zip(s.prompts, TEXTS, scores, strict=True):
-        no, yes = alone(model, prompt + text, bert)
-        assert score == pytest.approx(yes - no, abs=1e-5)
-
-
 @pytest.mark.parametrize("pad", [tiny.PAD, tiny.EOS, None])
 def test_a_decoder_that_looks_for_padding_by_id(pad: int | None, tmp_path: Path) -> None:
     """Without an id for padding it could not tell where a padded text ends."""

@@ -8,7 +8,7 @@ import torch
 
 from rlhf import rewards
 from rlhf.errors import UserError
-from rlhf.rewards import Sources, WeightedSource, open_source, open_sources, split_weight
+from rlhf.rewards import Sources, WeightedSource, open_sources, split_weight
 from tests.rlhf.rewards.responses import context, reward_model, rollout, samples, tiny
 
 FUNCTIONS = """
@@ -81,15 +81,6 @@ def test_members_that_disagree_score_less(mine: str, tmp_path: Path) -> None:
         open_sources(specs[:2], context(tmp_path), "uncertain")
 
 
-@pytest.mark.parametrize("combine", ["sum", "min"])
-def test_one_source_alone_is_itself(combine: rewards.Combine, tmp_path: Path) -> None:
-    reward_model(tmp_path, tiny.tokenizer())
-    s = samples(rollout())
-    scores, each = open_sources(["learned"], context(tmp_path), combine)(s)
-    expected = open_source("learned", context(tmp_path))(s)
-    assert torch.equal(scores, expected) and torch.equal(each["learned"], expected)
-
-
 @pytest.mark.parametrize(("combine", "expected"), [("sum", [1.0, 2.0, 3.0]), ("min", [1.0, 2.0, 3.0])])
 def test_a_weight_of_0_watches_and_counts_for_nothing(
     combine: rewards.Combine, expected: list[float], mine: str, tmp_path: Path
@@ -98,26 +89,11 @@ def test_a_weight_of_0_watches_and_counts_for_nothing(
     assert scores.tolist() == expected and each["mine.py:downs"].tolist() == [5.0, -1.0, 2.5]
 
 
-def test_the_order_of_the_sources_changes_nothing(mine: str, tmp_path: Path) -> None:
-    specs = [f"2*{mine}", f"{mine}:downs", "eos", "0.1*length,target=2"]
-    for combine in ("sum", "min"):
-        one, other = (open_sources(order, context(tmp_path), combine) for order in (specs, specs[::-1]))
-        assert torch.equal(one(samples(rollout()))[0], other(samples(rollout()))[0])
-
-
 def test_names_are_short_and_numbered_where_they_come_twice(mine: str, tmp_path: Path) -> None:
     specs = [mine, f"{mine}:ups", "length,target=1", "2*length,target=2", "eos", f"python,function={mine}:downs"]
     sources = open_sources(specs, context(tmp_path))
     assert sources.names == ("mine.py", "mine.py:ups", "length#1", "length#2", "eos", "mine.py:downs")
     assert tuple(sources(samples(rollout()))[1]) == sources.names
-
-
-def test_sources_of_one_s_own() -> None:
-    parts = (
-        WeightedSource("one", 1.0, lambda s: torch.ones(3)),
-        WeightedSource("two", 3.0, lambda s: torch.full((3,), 2.0)),
-    )
-    assert Sources(parts)(samples(rollout()))[0].tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -97,17 +97,3 @@ def test_a_text_beyond_its_context_loses_the_oldest_of_the_prompt_then_the_end(
     ids = theirs(remaining[context_length], return_tensors="pt")["input_ids"]
     expected = model(input_ids=ids).logits.item()
     assert score(as_samples(rollout, letters())).item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_policy_s_padding_and_the_company_say_nothing(tmp_path: Path) -> None:
-    theirs = tiny.tokenizer(reverse=True)
-    theirs.chat_template = CHAT
-    reward_model(tmp_path, theirs, "llama", pad_token_id=theirs.pad_token_id)
-    source = rewards.open_source("learned", Context(letters(), torch.device("cpu"), torch.float32, str(tmp_path), 2))
-    r = spelled(RESPONSES, (True, False, True))
-    pad = torch.nn.functional.pad
-    wide = replace(r, response_ids=pad(r.response_ids, (0, 4), value=7), mask=pad(r.mask, (0, 4)))
-    expected = source(as_samples(r, letters()))
-    torch.testing.assert_close(source(as_samples(wide, letters())), expected, rtol=0, atol=1e-6)
-    alone = torch.cat([source(as_samples(r[b : b + 1], letters())) for b in range(3)])
-    torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)

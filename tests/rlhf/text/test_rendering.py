@@ -1,15 +1,11 @@
 """Where in a prompt an assistant speaks: read back from the tokens that are marked."""
 
-import gzip
 import itertools
-import json
 import random
-import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
@@ -24,11 +20,9 @@ from tests.support.texts import (
     byte_tokenizer,
     slow_tokenizer,
     user,
-    with_chat_tokens,
     words_tokenizer,
 )
 
-SHARED = Path(__file__).parents[4] / "shared/data"
 TRIMMING = ("llama_2", "llama_3")
 BEFORE = {"human_assistant": " ", "llama_2": " "}
 AFTER = {"llama_2": " </s>", "alpaca": "</s>"}
@@ -185,30 +179,3 @@ def test_a_slow_tokenizer_does_not_know() -> None:
     template = Template(prepare_tokenizer(slow_tokenizer(), "alpaca"))
     with pytest.raises(UserError, match=r"fast tokenizer.*tokenizer\.json"):
         template.prompt_ids_and_turns(Row(tuple(DIALOGUE)))
-
-
-# --- real ones
-
-
-def gpt2() -> PreTrainedTokenizerBase:
-    folder = SHARED / "gpt2-tokenizer"
-    backend = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
-@pytest.mark.parametrize("model", ["gpt2", "stories260k-hf"])
-@pytest.mark.parametrize("name", ["human_assistant", "chatml", "llama_3", "alpaca"])
-def test_real_dialogues(model: str, name: str) -> None:
-    tokenizer = gpt2() if model == "gpt2" else AutoTokenizer.from_pretrained(SHARED / model)
-    template = Template(prepare_tokenizer(with_chat_tokens(tokenizer), name))
-    with gzip.open(SHARED / "hh-rlhf/helpful-base.jsonl.gz", "rt") as file:
-        texts = [json.loads(line)["chosen"] for line in itertools.islice(file, 30)]
-    for text in texts:
-        contents = [part.strip() for part in re.split(r"\n\n(?:Human|Assistant):", text)[1:]]
-        turns = [
-            template.tokenizer.decode(ids, skip_special_tokens=True) for ids in turn_ids(template, dialogue(*contents))
-        ]
-        assert [turn.strip() for turn in turns] == [content for content in contents[1::2] if content]

@@ -12,7 +12,7 @@ from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_
 from rlhf.text.tokenizer import describe_template, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
-from tests.support.texts import CHAT_TOKENS, DIALOGUE, MAKERS, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
+from tests.support.texts import DIALOGUE, byte_tokenizer, slow_tokenizer, user, with_chat_tokens
 
 ALPACA = (
     "<s>Below is an instruction that describes a task. "
@@ -247,23 +247,6 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["mine.jinja"]
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        "messages[0].__class__",
-        "messages | attr('__class__')",
-        "messages[0]['content'].__len__",
-        "raise_exception.__globals__",
-        "raise_exception.__code__",
-        "dict.__base__",
-        "cycler.mro",
-        "'{0.__class__}'.format(messages)",
-    ],
-)
-def test_what_a_template_may_not_know_is_nothing(tmp_path: Path, question: str) -> None:
-    assert Template(prepared(tmp_path, f"{SAYS}[{{{{ {question} }}}}]")).prompt_text(user("hi")) == "hi\n[]"
-
-
 def test_roles_that_a_template_refuses(tmp_path: Path) -> None:
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\nsystem') }}{% endif %}"
     template = Template(prepared(tmp_path, refusal + SAYS))
@@ -300,18 +283,6 @@ def test_the_token_that_closes_a_turn_ends_responses(tmp_path: Path, name: str, 
     ids = Template(again).response_ids(eos)
     assert ids.count(again.eos_token_id) == 1
     assert ids[-1] == again.eos_token_id
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_response_has_the_ids_of_an_earlier_turn(kind: str, name: str) -> None:
-    template = Template(prepare_tokenizer(MAKERS[kind](), name))
-    eos, answer = template.tokenizer.eos_token, Message("assistant", "so be it")
-    ids = template.prompt_ids([Message("user", "a"), answer, Message("user", "\n")])
-    response = template.response_ids(answer.content)
-    if f"{eos}" not in template.prompt_text(DIALOGUE):
-        response.pop()  # nothing closes a turn there
-    assert any(ids[i : i + len(response)] == response for i in range(len(ids)))
 
 
 def test_an_end_token_keeps_its_ways(tmp_path: Path) -> None:
@@ -372,8 +343,3 @@ def test_another_end_token_than_the_stages_is_refused(stage: Path) -> None:
     with pytest.raises(UserError, match=r"end token </s>, but got --chat-template chatml \(end token <\|im_end\|>\)"):
         check_start(str(stage), "chatml", 64)
     check_start(str(stage), "auto", 64)
-
-
-def test_chat_tokens_are_what_the_built_in_templates_write() -> None:
-    for token in CHAT_TOKENS:
-        assert any(token in text for text in BUILT_IN.values())
