@@ -83,26 +83,6 @@ def test_a_backend_of_its_required_members_alone_samples(tmp_path: Path) -> None
     assert generation.options(path, **ENDS).device_share() == 0.0
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        (
-            "lambda lm, prompts, sampling, uniforms:",
-            "lambda lm, prompts:",
-            "expected __call__(lm, prompts, sampling, uniforms)",
-        ),
-        ("return lambda", "lambda", "NoneType, which has no function __call__; expected __call__(lm, prompts"),
-        ("Config(BackendOptions)", "Config(Base)", "expected a class derived from rlhf.generation.BackendOptions"),
-    ],
-)
-def test_a_backend_that_lacks_something_is_refused(right: str, wrong: str, message: str, tmp_path: Path) -> None:
-    assert right in BACKEND
-    path = written(tmp_path, BACKEND.replace(right, wrong))
-    with pytest.raises(UserError) as refused:
-        generation.open_backend(path, **ENDS)
-    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
-
-
 def test_an_option_that_the_stage_sets_is_refused() -> None:
     with pytest.raises(UserError, match="'loop,pad_token_id=3': got pad_token_id, which the stage sets itself"):
         generation.open_backend("loop,pad_token_id=3", **ENDS)
@@ -121,44 +101,6 @@ def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Pat
     assert len(steps) == 2 and all(step["kl_coef"] == 0.0 for step in steps)
     changed = {name.split(".")[0] for name, weight in before.items() if (after[name] != weight).any()}
     assert changed == ({"actor", "critic"} if critic else {"actor"})
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "message"),
-    [
-        (
-            "credit(self",
-            "credits(self",
-            "build returned a value of type Mine, which has no function credit; expected credit(rollout, iteration)",
-        ),
-        (
-            "policy_loss(self",
-            "loss(self",
-            "no function policy_loss; expected policy_loss(logprobs, rollout, credit, count, iteration)",
-        ),
-        (
-            "logprobs, rollout, credit, count, iteration)",
-            "logprobs, credit)",
-            "Mine: got policy_loss(logprobs, credit), expected policy_loss(",
-        ),
-        ("class Mine:", "class Mine:\n    select = 3", "no function select; expected select(ScoredRollout)"),
-        (
-            "class Mine:",
-            "class Mine:\n    def value_loss(self): ...",
-            "got value_loss(), expected value_loss(Tensor, ScoredRollout, Credit, Tensor, Iteration)",
-        ),
-        ("return Mine()", "pass", "build returned a value of type NoneType, which has no function credit"),
-        ("Config(Step3Config)", "Config", "expected a class derived from step3_ppo.config.Step3Config"),
-        ("class Config(Step3Config)", "class Options(Step3Config)", "has no Config"),
-    ],
-)
-def test_an_algorithm_that_lacks_something_is_refused(right: str, wrong: str, message: str, tmp_path: Path) -> None:
-    assert right in ALGORITHM
-    path = written(tmp_path, ALGORITHM.replace(right, wrong))
-    with pytest.raises(UserError) as refused:
-        algorithms.options(path)
-        algorithms.load(Step3Config(**SMALL, algorithm=path))
-    assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -218,25 +160,52 @@ def reward(path: str) -> rewards.Source:
     return rewards.open_unchecked(path, rewards.Context(tiny.tokenizer(), torch.device("cpu"), torch.float32, "", 1))
 
 
-@pytest.mark.parametrize(
-    ("text", "load", "message"),
-    [
-        (FILE, reward, "has no function __call__; expected __call__(samples)"),
-        (FILE.replace("pass\n\ndef", "def __call__(self): ...\n\ndef"), reward, "Mine: got __call__(), expected"),
-        (FILE.replace("config, *args", "config"), reward, "got build(config), expected build(config, Context)"),
-        (FILE.replace("class Config", "class Options"), reward, "has no Config"),
-        (FILE, open_origin, "has no function rows; expected rows(phase)"),
-        (FILE, adapters.open_adapter, "has no function wrap; expected wrap(model)"),
-        (ADAPTER.replace("disabled", "off"), adapters.open_adapter, "no function disabled; expected disabled(model)"),
-        (ADAPTER.replace("merged(self, model, state)", "merged(self)"), adapters.open_adapter, "expected merged(model"),
-        (ADAPTER.replace("(config)", "(config, model)"), adapters.open_adapter, "got build(config, model), expected"),
-        (ADAPTER, wrap, "after wrap(model) no weight requires gradients"),
-    ],
-)
-def test_any_other_plugin_that_lacks_something_is_refused(
-    text: str, load: Callable[[str], Any], message: str, tmp_path: Path
+def algorithm(path: str) -> None:
+    algorithms.options(path)
+    algorithms.load(Step3Config(**SMALL, algorithm=path))
+
+
+def backend(path: str) -> None:
+    generation.open_backend(path, **ENDS)
+
+
+LACKING: list[tuple[Callable[[str], Any], str, str, str, str]] = [
+    (backend, BACKEND, "lambda lm, prompts, sampling, uniforms:", "lambda lm, prompts:",
+     "expected __call__(lm, prompts, sampling, uniforms)"),
+    (backend, BACKEND, "return lambda", "lambda", "NoneType, which has no function __call__; expected __call__(lm, pr"),
+    (backend, BACKEND, "(BackendOptions)", "(Base)", "expected a class derived from rlhf.generation.BackendOptions"),
+    (algorithm, ALGORITHM, "credit(self", "credits(self",
+     "build returned a value of type Mine, which has no function credit; expected credit(rollout, iteration)"),
+    (algorithm, ALGORITHM, "policy_loss(self", "loss(self",
+     "no function policy_loss; expected policy_loss(logprobs, rollout, credit, count, iteration)"),
+    (algorithm, ALGORITHM, "logprobs, rollout, credit, count, iteration)", "logprobs, credit)",
+     "Mine: got policy_loss(logprobs, credit), expected policy_loss("),
+    (algorithm, ALGORITHM, "Mine:", "Mine:\n    select = 3", "no function select; expected select(ScoredRollout)"),
+    (algorithm, ALGORITHM, "Mine:", "Mine:\n    def value_loss(self): ...",
+     "got value_loss(), expected value_loss(Tensor, ScoredRollout, Credit, Tensor, Iteration)"),
+    (algorithm, ALGORITHM, "return Mine()", "pass", "build returned a value of type NoneType, which has no "),
+    (algorithm, ALGORITHM, "(Step3Config)", "", "expected a class derived from step3_ppo.config.Step3Config"),
+    (algorithm, ALGORITHM, "class Config", "class Options", "has no Config"),
+    (reward, FILE, "", "", "has no function __call__; expected __call__(samples)"),
+    (reward, FILE, "pass\n\ndef", "def __call__(self): ...\n\ndef", "Mine: got __call__(), expected"),
+    (reward, FILE, "config, *args", "config", "got build(config), expected build(config, Context)"),
+    (reward, FILE, "class Config", "class Options", "has no Config"),
+    (open_origin, FILE, "", "", "has no function rows; expected rows(phase)"),
+    (adapters.open_adapter, FILE, "", "", "has no function wrap; expected wrap(model)"),
+    (adapters.open_adapter, ADAPTER, "disabled", "off", "no function disabled; expected disabled(model)"),
+    (adapters.open_adapter, ADAPTER, "merged(self, model, state)", "merged(self)", "expected merged(model"),
+    (adapters.open_adapter, ADAPTER, "(config)", "(config, model)", "got build(config, model), expected"),
+    (wrap, ADAPTER, "", "", "after wrap(model) no weight requires gradients"),
+]  # fmt: skip
+"""the plug-in, its file, what in it is replaced by what, and the error"""
+
+
+@pytest.mark.parametrize(("load", "text", "right", "wrong", "message"), LACKING)
+def test_a_plugin_that_lacks_something_is_refused(
+    load: Callable[[str], Any], text: str, right: str, wrong: str, message: str, tmp_path: Path
 ) -> None:
-    path = written(tmp_path, text)
+    assert right in text
+    path = written(tmp_path, text.replace(right, wrong) if right else text)
     with pytest.raises(UserError) as refused:
         load(path)
     assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
