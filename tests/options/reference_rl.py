@@ -219,7 +219,7 @@ class Reinforcement:
             self.steering.observe(mean(kls), scored.scores)
         advantages, returns = credit(self.options_at(iteration), scored, self.steering.coef())
         metrics = {f"score_{name_of(spec)}": sum(scores) / len(scores) for spec, scores in sources.items()}
-        metrics |= rollout_metrics(o, scored, plain, pairs, (advantages, returns)) | {"kl_coef": self.steering.coef()}
+        metrics |= rollout_metrics(o, scored, plain) | {"kl_coef": self.steering.coef()}
         metrics |= {"score_disagreement": spread} if o["reward_combine"] == "uncertain" else {}
         rows = list(range(len(pairs)))
         if o["algorithm"] == "best_of_n":
