@@ -77,6 +77,15 @@ def frozen_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[None]:
+    """This process as a group of one rank, for the tests of a file."""
+    from tests.support import tiny
+
+    with tiny.one_rank():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
     """What a test's process group leaves in the environment is not the next test's."""

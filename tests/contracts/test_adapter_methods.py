@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ from step2_reward.__main__ import main as reward_main
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import tiny
 from tests.support.choice import marked_long
+
+pytestmark = pytest.mark.usefixtures("ranks")
 
 ROWS = tiny.sequences([9, 12, 7, 11], prompts=[3, 4, 1, 2])
 IDS = [ids[mask].tolist() for ids, mask in zip(ROWS.ids, ROWS.mask, strict=True)]
@@ -68,12 +69,6 @@ QUICK = {"lora", "dora", "pissa", "boft", "ia3", "ln_tuning", "loha", "trainable
 """methods that train in `make test`: one of each kind of parameters"""
 
 each = pytest.mark.parametrize("method", METHODS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 def spec_of(method: str) -> str:

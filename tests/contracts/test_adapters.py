@@ -2,7 +2,6 @@
 wrapped ones do. test_adapter_methods.py has the other methods."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,8 @@ from rlhf.types import Sequences
 from step3_ppo.rollout import Reference
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
 ADAPTERS = ["lora"]
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 OPTIMIZER = OptimizerOptions(learning_rate=1e-2, lr_scheduler_type="constant", warmup_ratio=0)
@@ -27,12 +28,6 @@ OPTIMIZER = OptimizerOptions(learning_rate=1e-2, lr_scheduler_type="constant", w
 each = pytest.mark.parametrize("adapter", ADAPTERS)
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 stages = pytest.mark.parametrize("stage", [1, 3])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """Every algorithm: credit and losses look at the mask alone, add up over parts, and start where the policy is."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -159,12 +158,6 @@ def test_one_token_in_all_is_no_trouble(name: str) -> None:
 
 
 # --- with real engines, through the real rollout and update
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 @each

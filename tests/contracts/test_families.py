@@ -4,7 +4,6 @@ tests/contracts/test_models.py tests the families of tests/support/tiny.py in de
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +30,13 @@ from rlhf.types import Sequences
 from tests.support import families, tiny
 from tests.support.choice import marked_long
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 PAGE = CONFIGS.parent / "docs/models.md"
 IN_DETAIL = set(tiny.FAMILIES)
 OPTIONS = EngineOptions(dtype="fp32", adapter="lora,r=2")
 OPTIMIZER = OptimizerOptions(learning_rate=1e-4, lr_scheduler_type="constant", warmup_ratio=0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 def saved(family: str, folder: Path) -> str:

@@ -17,15 +17,7 @@ from rlhf.plugins import build, find, names
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
-from tests.contracts.source_examples import (
-    COUNT,
-    EXAMPLES,
-    FIXTURES,
-    PHASES,
-    place_of,
-    variants,
-    write_records,
-)
+from tests.contracts.source_examples import COUNT, EXAMPLES, FIXTURES, PHASES, place_of, variants, write_records
 
 FOLDER = "data.sources"
 ROOT = Path(__file__).parents[2]

@@ -54,18 +54,14 @@ from tests.support import tiny
 from tests.support.players import config_of, prompts_to_train_on
 from tests.support.resuming import ABOUT
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
 ADAPTER = "lora,r=4"
 FP32: Any = EngineOptions(dtype="fp32")
 QUANTIZED = "llama nf4"
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 
 LLAMA = pytest.mark.parametrize("folders", ["llama"], indirect=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 @dataclass(frozen=True)
@@ -362,11 +358,7 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
     planned = right.model_copy(update=starts)
     check_roles(planned, planned, starts)
     wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        (
-            {"reward_model": folders.base},
-            none,
-            "reward model '.*': got whole weights, expected an adapter on the",
-        ),
+        ({"reward_model": folders.base}, none, "reward model '.*': got whole weights, expected an adapter on the"),
         ({"critic_model": folders.base}, none, "critic model '.*': got whole weights"),
         ({**starts, "reward_model": str(tmp_path)}, starts, "reward model '.*': got an adapter on"),
         ({"adapter": "lora,r=8"}, none, "but --adapter lora,r=8 has other options"),

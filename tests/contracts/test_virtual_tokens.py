@@ -1,6 +1,5 @@
 """Methods that put learned tokens before every row, of a policy and of a reward model: peft computes the same."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,7 @@ from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import tiny
 from tests.support.choice import marked_long
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture(scope="module")

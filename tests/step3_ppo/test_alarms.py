@@ -12,14 +12,9 @@ from rlhf.types import Metrics, ScoredRollout
 from step3_ppo.guard import KLGuard, RunawayError
 from step3_ppo.metrics import credit_metrics, rollout_metrics
 from step3_ppo.warnings import Watch
-from tests.support import tiny
 from tests.support.players import Players, first, players, twice_each
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 def metrics_of(game: Players, rollout: ScoredRollout) -> Metrics:

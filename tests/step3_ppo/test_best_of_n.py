@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from step3_ppo import inputs
 from step3_ppo.algorithms.best_of_n import BestOfN, Config, build
 from step3_ppo.learner import append_selected
 from step3_ppo.update import CreditedRollout, gather
-from tests.support import tiny
 from tests.support.players import first, language_model, on_stage, players, twice_each
 
 
@@ -81,12 +79,6 @@ def test_two_groups_by_hand() -> None:
     credit = algorithm.credit(rollout, first(algorithm))
     assert credit.advantages[:, 0].tolist() == [0, 1, 0, 1, 0, 0]
     assert credit.returns[:, 0].tolist() == [0.5, 2.0, -1.0, 0.5, 0.5, -1.0]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 @pytest.mark.usefixtures("ranks")

@@ -1,6 +1,5 @@
 """Penalties, sampling that is none, steps that overflow, and batches that do not divide."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,9 @@ from rlhf.errors import UserError
 from rlhf.training import checks
 from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
-from tests.support import tiny
 from tests.support.players import first, players, scored_by, twice_each
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 def test_the_penalty_falls_on_cut_responses_alone_whatever_their_score() -> None:

@@ -19,11 +19,7 @@ from step3_ppo.rollout import nonfinite
 from tests.support import tiny
 from tests.support.players import Players, count_of_words, on_course, players, prompts_to_train_on, scored_by
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 def bad_at(*iterations: int) -> Callable[[Samples], Tensor]:

@@ -213,25 +213,22 @@ def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:
     write_rollout(tmp_path / "rollouts-0.jsonl", 3, rollout, ("learned", "length"), samples)
     rows = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
     common = {"iteration": 3, "kl": 0.5}
-    assert rows == [
-        {
-            **common,
-            "prompt": "p",
-            "response": "a b",
-            "score": 1.5,
-            "tokens": 2,
-            "ended": False,
-            "learned": 2.0,
-            "length": -5.0,
-        },
-        {
-            **common,
-            "prompt": "q",
-            "response": "c",
-            "score": -2.0,
-            "tokens": 1,
-            "ended": True,
-            "learned": -1.0,
-            "length": -10.0,
-        },
-    ]
+    first = {
+        "prompt": "p",
+        "response": "a b",
+        "score": 1.5,
+        "tokens": 2,
+        "ended": False,
+        "learned": 2.0,
+        "length": -5.0,
+    }
+    other = {
+        "prompt": "q",
+        "response": "c",
+        "score": -2.0,
+        "tokens": 1,
+        "ended": True,
+        "learned": -1.0,
+        "length": -10.0,
+    }
+    assert rows == [common | first, common | other]

@@ -1,7 +1,7 @@
 """Fine-tuning beside the reward, and the entropy bonus: what each adds to the actor's loss."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,9 @@ from step3_ppo.update import CreditedRollout, Trained, update
 from tests.support import tiny
 from tests.support.players import Players, demonstrations, first, language_model, players, twice_each
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
 ONE_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "kl_coef": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, float]:

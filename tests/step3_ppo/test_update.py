@@ -1,7 +1,6 @@
 """The two halves of an iteration: what scoring reads, and what the epochs of minibatches do with it."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,11 +28,7 @@ from tests.support.players import (
     twice_each,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """While the critic warms up, the policy takes no step, and afterwards it learns as a policy does at its start."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -10,13 +8,9 @@ from tests.support import tiny
 from tests.support.engine_runs import ALONE
 from tests.support.players import ONE_STEP, SHARED, Players, on_course, players
 
+pytestmark = pytest.mark.usefixtures("ranks")
+
 RATE, DECAY = 1e-3, 0.1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 def shared(stage: int) -> Players:

@@ -111,7 +111,7 @@ def test_a_warning_is_said_once_and_again_after_it_cleared(name: str) -> None:
         [{"clip_fraction": 0.9}, {"clip_fraction": 0.9}, QUIET] * 4,
         [{"score_length_correlation": 0.9}, QUIET] * 6,
         [{"score_length_correlation": -0.9}] * 6,  # a fine for being cut is no fondness for length
-        [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 20.0}],  # this is the start
+        [{"response_length": 10.0}, {"response_length": 90.0}, {"response_length": 19.0}],  # this is the start
         [*[QUIET] * 3, {"score_disagreement": 0.61, "score": 0.9}, {"score_disagreement": 0.59, "score": 2.0}],
         [{"critic_error": 2.0}] * 14 + [QUIET] + [{"critic_error": 2.0}] * 14,
         [GAINED | {"eval_judge": 0.0, "eval_score": 1.0}, GAINED | {"eval_judge": 0.2}, GAINED | {"eval_judge": 0.9}],

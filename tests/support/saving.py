@@ -58,11 +58,7 @@ class Memory:
 
 
 def save(
-    stage: Path,
-    step: int,
-    parts: Mapping[str, Memory] | None = None,
-    keep: int = 2,
-    about: Mapping[str, Any] = ABOUT,
+    stage: Path, step: int, parts: Mapping[str, Memory] | None = None, keep: int = 2, about: Mapping[str, Any] = ABOUT
 ) -> str | None:
     parts = parts or {"weights": Memory({"w": WEIGHTS.clone()})}
     return checkpoints.save(stage, step, Resumable(parts, parts), about, keep)

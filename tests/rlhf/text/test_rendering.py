@@ -13,15 +13,7 @@ from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.text.turns import Altered
 from rlhf.types import Message, Row
-from tests.support.texts import (
-    DIALOGUE,
-    HORRIBLE,
-    MAKERS,
-    byte_tokenizer,
-    slow_tokenizer,
-    user,
-    words_tokenizer,
-)
+from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, slow_tokenizer, user, words_tokenizer
 
 TRIMMING = ("llama_2", "llama_3")
 BEFORE = {"human_assistant": " ", "llama_2": " "}

@@ -3,7 +3,6 @@
 import itertools
 import random
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,7 @@ from rlhf.training import checkpoints, random_sources, stage_process
 from tests.support import engine_runs, forked_ranks, resuming, tiny
 from tests.support.engine_runs import ROUNDING
 
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
+pytestmark = pytest.mark.usefixtures("ranks")
 
 
 KINDS = {

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,12 @@ from safetensors import SafetensorError
 from rlhf.errors import UserError
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
-from tests.support import engine_runs, payloads, resuming, tiny
+from tests.support import engine_runs, payloads, resuming
+
+pytestmark = pytest.mark.usefixtures("ranks")
 
 WEIGHTS = "policy.rank-0.part-0.safetensors"  # with AdamW's moments
 FILES = (WEIGHTS, "rng.rank-0.json", "state.json")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ranks() -> Iterator[None]:
-    with tiny.one_rank():
-        yield
 
 
 @pytest.fixture(scope="module")
