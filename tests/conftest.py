@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import gc
 import os
 import random
@@ -84,6 +85,13 @@ def ranks() -> Iterator[None]:
 
     with tiny.one_rank():
         yield
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Path]:
+    """The working directory, in which --output-dir is `out`: what two runs leave can be compared to the byte."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,10 @@ from rlhf.storage import manifests
 from tests.support import killing, programs, saving
 from tests.support.killing import Killed, dying, left, require_same, run
 
+pytestmark = pytest.mark.usefixtures("here")
+
 CHAIN = ("step1_sft", "step2_reward", "step3_ppo")
 Chain = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path) -> Iterator[Path]:
-    """The working directory: every run's --output-dir is `out`, so that what it leaves can be compared to the byte."""
-    with contextlib.chdir(tmp_path):
-        yield tmp_path
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Files, models and stages of the user that change between a run's end and the same command."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,7 @@ from step3_ppo.config import STAGE
 from tests.support import tiny
 from tests.support.killing import dying, ppo_options, run, sft_options
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path) -> Iterator[Path]:
-    """The working directory."""
-    with contextlib.chdir(tmp_path):
-        yield tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def test_files_of_the_user_that_changed_are_refused_by_name(

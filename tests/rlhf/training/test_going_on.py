@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,7 @@ from step3_ppo.schedule import Schedule
 from tests.support import killing, tensorboard_events
 from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path) -> Iterator[Path]:
-    """The working directory: every run's --output-dir is `out`, so that what it leaves can be compared to the byte."""
-    with contextlib.chdir(tmp_path):
-        yield tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,14 +25,9 @@ from step3_ppo.config import STAGE
 from tests.support import killing, saving
 from tests.support.killing import Killed, dying, left, ppo_options, require_same, run, sft_options, undisturbed
 
+pytestmark = pytest.mark.usefixtures("here")
+
 SFT = Path("out/step1_sft")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path) -> Iterator[Path]:
-    """The working directory: every run's --output-dir is `out`, so that what it leaves can be compared to the byte."""
-    with contextlib.chdir(tmp_path):
-        yield tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +178,8 @@ FREE = {
     **{"sample_rows": 9, "report_to": ("tensorboard",), "save_every": 7, "save_minutes": 1.0, "keep": 5},
     "keep_last_checkpoint": True,
     **{"micro_batch_size": 2, "zero_stage": 3, "offload_optimizer": True, "gradient_checkpointing": True},
-    **{
-        "timeout_s": 60.0,
-        "data_workers": 3,
-        "max_bad_steps": 9,
-        "abort_kl": 20.0,
-        "rollout_batch_size": 3,
-        "actor": {"zero_stage": 2},
-    },
+    **{"timeout_s": 60.0, "data_workers": 3, "max_bad_steps": 9, "abort_kl": 20.0, "rollout_batch_size": 3},
+    "actor": {"zero_stage": 2},
 }
 NOTED = {"total_episodes": 64, "eval_every": 3, "patience": 4, "export_rollouts": True}
 REFUSED = {

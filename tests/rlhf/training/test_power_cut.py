@@ -41,12 +41,6 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> power.Disk:
     return disk
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def standing() -> str:
     return progress.stage_status(stage.declaration, OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
 
