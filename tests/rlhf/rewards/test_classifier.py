@@ -84,7 +84,7 @@ def test_labels_that_do_not_exclude_each_other_are_their_own_odds(
 ) -> None:
     """sigmoid(z) = p, so log(p / (1 - p)) = z."""
     model = encoder(tmp_path, labels=labels, problem_type=problem)
-    scores = scores_from(",label=0", tmp_path)
+    scores = scores_from(",label=0" if labels > 1 else "", tmp_path)
     assert scores == pytest.approx([alone(model, text, bert)[0] for text in TEXTS], abs=1e-5)
 
 
