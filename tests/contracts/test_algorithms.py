@@ -157,6 +157,18 @@ def test_one_token_in_all_is_no_trouble(name: str) -> None:
     assert not credit.advantages[~one.mask].any()
 
 
+@each
+def test_a_better_score_makes_its_response_likelier(name: str) -> None:
+    """One step along the policy's gradient raises the log-probs of the response that scored far above the others."""
+    algorithm, r = built(name), rollout()
+    scores = torch.zeros(8).index_fill(0, torch.tensor([3]), 50.0)
+    r = replace(r, scores=scores, values=torch.zeros_like(r.sampled_logprobs), ref_logprobs=r.logprobs)
+    logprobs = r.logprobs.clone().requires_grad_()
+    loss, _ = algorithm.policy_loss(logprobs, r, algorithm.credit(r, first(algorithm)), r.mask.sum(), first(algorithm))
+    gradient = torch.autograd.grad(loss, logprobs)[0]
+    assert (gradient[3, : LENGTHS[3]] < 0).all() and gradient[2].sum() >= 0  # 0 where nothing is compared
+
+
 # --- with real engines, through the real rollout and update
 
 
