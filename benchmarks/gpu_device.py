@@ -42,10 +42,10 @@ def rates(options: Options, results: Results) -> None:
 
 def decode(options: Options, results: Results) -> None:
     """Decode steps of 16 and 64 rows without an end: bytes of weights and cache over the bandwidth of the machine."""
+    from rlhf import cpu
     from rlhf.config.options import SamplingOptions
     from rlhf.generation import open_backend
     from rlhf.maths.uniforms import uniforms
-    from rlhf.models.cpu import compiling
     from rlhf.models.load import load_causal_lm
 
     device, (actor, _) = random_models.device(), random_models.models(options.tiny, Path(options.work))
@@ -65,7 +65,7 @@ def decode(options: Options, results: Results) -> None:
     eager: dict[int, Tensor] = {}
     for name in ("eager",) if options.tiny else ("eager", "compiled"):
         if name == "compiled":
-            compiling.compile_layers(lm)
+            cpu.compile_layers(lm)
         for rows in (2,) if options.tiny else (16, 64):
             whole = median(lambda rows=rows: sample(rows, response), options, 3)  # type: ignore[misc]
             first = median(lambda rows=rows: sample(rows, 1), options, 3)  # type: ignore[misc]

@@ -70,12 +70,11 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """The rollout backend on a model as step 3 loads it."""
     import torch
 
+    from rlhf import cpu
     from rlhf.config.options import SamplingOptions
     from rlhf.distributed.collectives import local_device
-    from rlhf.engine.training import keep_freed_memory
     from rlhf.generation import loop
     from rlhf.maths.uniforms import uniforms
-    from rlhf.models.cpu import compiling
     from rlhf.models.load import load_causal_lm
     from rlhf.types import Prompts, Row
 
@@ -84,9 +83,9 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
     lm = load_causal_lm(settings["model"], dtype, len(tokenizer)).to(local_device())
     if settings["torch_compile"]:
-        compiling.compile_layers(lm)
-        compiling.round_like_eager()
-    keep_freed_memory()  # as after the first training step
+        cpu.compile_layers(lm)
+        cpu.round_like_eager()
+    cpu.keep_freed_memory()  # as after the first training step
     backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import adapters, console, rewards
+from rlhf import adapters, console, cpu, rewards
 from rlhf.adapters import Adapter
 from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
@@ -13,7 +13,6 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine
-from rlhf.models.cpu import compiling
 from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model
@@ -33,7 +32,7 @@ from step3_ppo.trunk import open_roles
 def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]] = ()) -> Learner:
     """Load every model and build the engines. rows: training rows, as of `adapters.wrap`"""
     if config.torch_compile and config.rescore:
-        compiling.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
+        cpu.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
     roles = None

@@ -37,13 +37,13 @@ atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 
 FIRST = (
-    "rlhf/models/cpu/test_kernels.py",
+    "rlhf/cpu/test_kernels.py",
     "rlhf/engine/test_engine.py",
     "rlhf/chain/test_train.py",
     "options/test_on_two_ranks.py",
     "options/test_every_option.py",
     "rlhf/training/test_resume.py",
-    "rlhf/models/cpu/test_compiling.py",
+    "rlhf/cpu/test_compiling.py",
     "rlhf/launch/test_team.py",
     "rlhf/launch/test_launch.py",
     "rlhf/distributed/test_sharding.py",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlhf import cpu
 from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, SynchronizedPasses, deepspeed_settings, gather_model, zero3_config
-from rlhf.models.cpu import compiling
 from rlhf.models.policy import generator
 from rlhf.models.trunk import prepare_inference
 
@@ -35,7 +35,7 @@ class FrozenEngine:
         elif not options.offload:
             model.to(self.device)
         if options.torch_compile and options.zero_stage != 3:
-            compiling.compile_layers(model)
+            cpu.compile_layers(model)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[Any]:

@@ -1,13 +1,11 @@
 """Training under DeepSpeed: ZeRO, offload, precision, batch arithmetic, the optimizer step."""
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf import console
+from rlhf import console, cpu
 from rlhf.config import deepspeed_json, merge
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
@@ -33,7 +31,6 @@ from rlhf.engine.adamw import schedule, warmup_warning
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.engine.precision import compute_dtype, with_dtype
 from rlhf.errors import UserError
-from rlhf.models.cpu import compiling
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Learns, generator
 from rlhf.models.trunk import prepare_inference
@@ -72,7 +69,7 @@ class Engine(Generic[M]):
         if options.gradient_checkpointing:
             _checkpoint_activations(model)
         if options.torch_compile:
-            compiling.compile_layers(model)
+            cpu.compile_layers(model)
         o = optimizer_options
         warning = warmup_warning(o, total_steps)
         if warning is not None:
@@ -140,7 +137,7 @@ class Engine(Generic[M]):
         Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
         """
         if self.device.type == "cpu":
-            keep_freed_memory()
+            cpu.keep_freed_memory()
         micros = list(micro_batches)
         if self._plain:  # rounding each micro-batch's gradient would add an error per micro-batch
             self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
@@ -287,23 +284,6 @@ def _allow_overflows(optimizer: Any) -> None:
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-@cache
-def keep_freed_memory() -> None:
-    """Set glibc to reuse the memory of freed tensors, and not to return it to the system.
-
-    Otherwise most tensors are new pages, which the system clears, and which a virtual machine may have to request from
-    its host: there they take a third of a training step of a 135M model. It is not done before training, because memory
-    that loading a model has freed would stay with the process. A MALLOC_ variable in the environment takes precedence.
-    """
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, top_pad, mmap_max = -1, -2, -4  # M_... of malloc.h
-        for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
-            mallopt(parameter, value)
-
-
 def deepspeed_config(
     options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int
 ) -> dict[str, Any]:
@@ -362,7 +342,7 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
                 "--torch-compile: expected --zero-stage 0, 1 or 2, --tensor-parallel-size 1 and "
                 "--sequence-parallel-size 1"
             )
-        compiling.require_compiler(device)
+        cpu.require_compiler(device)
     folder = options.offload_nvme
     if folder is None:
         return

@@ -4,23 +4,21 @@ import contextlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
+from rlhf import cpu
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
 from rlhf.generation import BackendOptions
 from rlhf.generation._cache import StaticCache, StaticLayer
-from rlhf.generation._decoding import Step as Decoding
-from rlhf.generation._decoding import decoding, plain_step
 from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
 from rlhf.models import virtual_tokens
-from rlhf.models.cpu import compiling
 from rlhf.models.ends import end_ids
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
@@ -143,11 +141,11 @@ class _Rollout:
         lm, table, memory, unfinished = self._lm, self.table, self._memory, _Unfinished()
         droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
         # With a growing cache, layers would be compiled again for every length.
-        with contextlib.nullcontext() if self._fixed else compiling.eager():
+        with contextlib.nullcontext() if self._fixed else cpu.eager():
             logits, cache = _read(lm, self._prompts, table, table.column if self._fixed else None, memory)
         self._choice.append(table, logits)
         del logits
-        with decoding(lm) as step:
+        with cpu.decode_step(lm, next_logits, self._fixed) as step:
             for column in range(self._start, self._end):
                 yield column
                 known = unfinished.observe(table.active)
@@ -170,10 +168,10 @@ class _Rollout:
                     memory.graphs.run(
                         (len(table.rows), width, self._choice),
                         partial(self._advance, step, table, cache, width),
-                        partial(self._advance, plain_step, table, cache, width),
+                        partial(self._advance, _eager_next_logits, table, cache, width),
                     )
 
-    def _advance(self, step: Decoding, table: Table, cache: DynamicCache, width: int) -> None:
+    def _advance(self, step: cpu.Step, table: Table, cache: DynamicCache, width: int) -> None:
         """Sample the next column. width: the number of columns that it depends on, or more"""
         table.visible.index_fill_(1, table.column, True)
         visible = table.visible[:, None, None, :width] if self._fixed else table.visible[:, :width].long()
@@ -221,6 +219,27 @@ class _Unfinished:
     def forget(self) -> None:
         """Other rows follow."""
         self._download = None
+
+
+def next_logits(
+    lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache
+) -> Tensor:
+    """The logits of the next token, [B, V].
+
+    ids, positions: [B, 1]; positions count real tokens.
+    attention_mask: mask of real tokens, long [B, S] of the tokens so far, or bool [B, 1, 1, S] of the whole cache
+    """
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, **cache_input(lm, cache)}
+    if has_argument(lm, "position_ids"):  # BLOOM and MPT have none
+        inputs["position_ids"] = positions
+    outputs = lm(**inputs, use_cache=True)
+    logits: Tensor = outputs.logits[:, -1]
+    return logits
+
+
+def _eager_next_logits(*arguments: Any) -> Tensor:
+    with cpu.eager():
+        return next_logits(*arguments)
 
 
 def _read(

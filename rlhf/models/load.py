@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf import console
+from rlhf import console, cpu
 from rlhf.config import read_yaml
 from rlhf.config.options import Quantize
 from rlhf.distributed import collectives
@@ -30,7 +30,6 @@ from rlhf.hub.untrusted import (
     with_file,
 )
 from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
-from rlhf.models.cpu import attention
 from rlhf.models.traits import causal_lm_class, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -42,8 +41,6 @@ MOST_NEW = 0.1
 OWN_VALUES = ("eos_token_id", "pad_token_id")
 """values of its config that an adapter does not share with its base model"""
 EXPORT = "make them with `rlhf export`"
-LINE = 64
-"""bytes of a cache line"""
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -312,19 +309,9 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
         new_rows.set_to_means(model, new_tokens)
     refuse_non_finite(model, path)
     model.eval()
-    if collectives.local_device().type == "cpu":
-        _align(model)
-    attention.install(model)
+    cpu.install(model)
     packing.detect_support(model, shards is None)
     return model
-
-
-def _align(model: nn.Module) -> None:
-    """Align weights to cache lines. safetensors maps them from a file at any multiple of 8 bytes, and then decode steps
-    (135M, bf16) take 1.1 times as long."""
-    for weight in model.parameters():
-        if weight.data_ptr() % LINE:
-            weight.data = weight.data.clone()
 
 
 def _refuse_mismatch(path: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:

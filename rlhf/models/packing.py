@@ -1,6 +1,6 @@
 """Packed rows: rows of unequal length in one sequence [1, N] without padding. Only attention separates them.
 
-All other operations of a transformer are per token. Our attention (rlhf/models/cpu/attention.py) has kernels for rows
+All other operations of a transformer are per token. Our attention (rlhf/cpu/attention.py) has kernels for rows
 of any length; without one it groups rows of similar length, so that it has little padding too.
 """
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rlhf import cpu
 from rlhf.maths import ops
-from rlhf.models.cpu import attention, compiling, kernels
+from rlhf.models import variable_length
 from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.models.variable_length import Rows
 from rlhf.types import JoinedPairs, to_device
@@ -48,8 +49,6 @@ class Layout:
     """[N] long, of pairs in one row: as in `JoinedPairs`; None if `visible` is None"""
     cache_states: list[States] | None = None
     """a list to which each layer appends its states, for a cache"""
-    spans: Tensor | None = None
-    """the rows and their masks for `kernels.attend_rows`; None = this machine does not support it"""
 
     @functools.cached_property
     def padded(self) -> "Padded":
@@ -59,6 +58,10 @@ class Layout:
     def rows(self) -> Rows:
         """The same for kernels that take rows of any length."""
         return Rows(self.lengths, self.branch, self.device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+        """As `variable_length.attend`."""
+        return variable_length.attend(q, k, v, self.rows, scale)
 
     def keep(self, k: Tensor, v: Tensor) -> None:
         """Append the keys and values of a layer, [1, heads, N, d] each, to `cache_states`, if there is a cache."""
@@ -169,8 +172,7 @@ def model_inputs(model: Any, ids: Tensor, mask: Tensor, cache_states: list[State
     if packs(model):
         lengths = mask.sum(1)
         states = positions + _starts(lengths)[:, None]
-        spans = _spans(model, lengths, lengths, lengths)
-        rows = Layout(lengths, model.dtype, model.device, cache_states=cache_states, spans=spans)
+        rows = Layout(lengths, model.dtype, model.device, cache_states=cache_states)
         return ModelInputs(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
     flushed = ops.flush_left(ids, mask)
     row = torch.arange(len(ids), device=ids.device)[:, None]
@@ -182,8 +184,6 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
     """Inputs for pairs in one row each; `states` are those at the ends of both sides, [B, 2]."""
     if packs(model):
         lengths = pairs.ends[:, 1] + 1
-        second = pairs.ends[:, 0] + 1
-        spans = _spans(model, lengths, torch.minimum((pairs.branch == 0).sum(1), second), second)
         on_device = pairs.to(model.device)
         rows = Layout(
             lengths,
@@ -191,7 +191,6 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
             model.device,
             lambda rows: on_device[to_device(rows, model.device)].visible(),
             pairs.branch[pairs.mask],
-            spans=spans,
         )
         states = pairs.ends + _starts(lengths)[:, None]
         return ModelInputs(_packed(pairs.ids[pairs.mask], pairs.positions[pairs.mask], rows), states)
@@ -203,13 +202,6 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
     return ModelInputs(inputs, pairs.ends + row * pairs.ids.shape[1])
 
 
-def _spans(model: Any, lengths: Tensor, common: Tensor, second: Tensor) -> Tensor | None:
-    """Tokens of a row from `second` on do not see those from `common` to `second`. [B] each -> [B, 4]"""
-    if model.device.type != "cpu" or not compiling.compiled(model) or not kernels.for_rows(model.dtype):
-        return None
-    return torch.stack([_starts(lengths), common, second, lengths], dim=1)
-
-
 def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
     # With a mask of four dimensions transformers makes none of its own.
     mask = torch.zeros(1, 1, 1, 1, device=rows.device)
@@ -219,7 +211,7 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
 
 def packs(model: Any) -> bool:
     """Whether a model supports packed rows, according to `detect_support`, and still has our attention."""
-    return getattr(model, FLAG, False) and attention.used_by(model)
+    return getattr(model, FLAG, False) and cpu.installed(model)
 
 
 @torch.no_grad()

@@ -41,16 +41,23 @@ class Rows:
         """[B + 1] int32, the number of tokens before each row, and of all rows."""
         return to_device(F.pad(self._lengths.cumsum(0), (1, 0)).int(), self.device)
 
+    @functools.cached_property
+    def spans(self) -> Tensor:
+        """Of each row, [B, 4] on the CPU: its first token; then, counted in the row, where the tokens of branch 1 begin
+        and end, both its length without an exception; and its length."""
+        common = other = self._lengths
+        if self._branch is not None:
+            number = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
+            common, first = (torch.bincount(number[self._branch == i], minlength=len(self._lengths)) for i in (0, 1))
+            other = common + first
+        return torch.stack([self._lengths.cumsum(0) - self._lengths, common, other, self._lengths], dim=1)
+
     def _bounds(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each token, [N] each: it sees those from the first bound to itself, without those from the second to
         before the third."""
-        number = torch.arange(len(self._lengths)).repeat_interleave(self._lengths)
-        first = (self._lengths.cumsum(0) - self._lengths)[number]
-        if self._branch is None:
-            return first, first.clone(), first.clone()
-        common, other = (torch.bincount(number[self._branch == i], minlength=len(self._lengths)) for i in (0, 1))
-        hidden = first + common[number]
-        return first, hidden, hidden + other[number].masked_fill(self._branch != 2, 0)
+        first, common, other, _ = self.spans.repeat_interleave(self._lengths, 0).T
+        hidden = first + common
+        return first, hidden, torch.where(torch.arange(self.tokens) >= first + other, first + other, hidden)
 
     @functools.cached_property
     def block_mask(self) -> Any:

@@ -340,7 +340,7 @@ def _rollout_moments(
     """Sampling and scoring. The reference computes while the actor's weights are gathered.
 
     On a CPU, sampling has a second copy of the linear layers, in the order of oneDNN, unless layers are compiled
-    (rlhf/generation/_decoding.py).
+    (rlhf/cpu/decoding.py).
 
     memory: bytes of a device
     """

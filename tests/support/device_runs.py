@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from data.batches import Batches
+from rlhf.cpu import attention
 from rlhf.engine.training import Engine
 from rlhf.generation import BackendOptions, open_backend
 from rlhf.generation.loop import steps
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
-from rlhf.models.cpu import attention
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import score_joined, score_separately
 from rlhf.types import to_device

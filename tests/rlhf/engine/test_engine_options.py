@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from rlhf import cpu
 from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
-from rlhf.models.cpu import compiling
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check
 
@@ -64,7 +64,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 
 def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
-    monkeypatch.setattr(compiling, "require_compiler", devices.append)
+    monkeypatch.setattr(cpu, "require_compiler", devices.append)
     require_possible(EngineOptions(torch_compile=True, zero_stage=2, dtype="bf16"), GPU)
     for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
         with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):

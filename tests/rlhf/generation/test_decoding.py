@@ -1,13 +1,15 @@
 """Products and attention of single tokens, and the choice of the next one, beside float64."""
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from rlhf.config.options import SamplingOptions
-from rlhf.generation import _decoding, loop
-from rlhf.models.cpu import attention
+from rlhf.cpu import attention, decoding
+from rlhf.generation import loop
 from tests.support import tiny
 
 NEAR = 9 * 10 * torch.finfo(torch.float32).eps
@@ -40,39 +42,41 @@ def model() -> nn.ModuleDict:
     return nn.ModuleDict(layers)
 
 
+def sorted_weights(layers: nn.Module) -> AbstractContextManager[None]:
+    return decoding._multiplying(decoding._linear_layers(layers, decoding._sortable), decoding._SortedLinear)
+
+
 def test_layers_multiply_by_sorted_weights_meanwhile() -> None:
     layers, x = model(), normal(2, 1, 9)
-    before, names = dict(layers.items()), dict(layers.named_parameters()).keys()
+    before = {name: type(layer) for name, layer in layers.items()}
     expected = {name: layers[name].double()(x.double()) for name in ("biased", "plain")}
-    before["biased"].float(), before["plain"].float()
-    with torch.no_grad(), _decoding._sorted_layers(layers):
-        assert {name for name, layer in layers.items() if layer is not before[name]} == {"biased", "plain"}
-        assert dict(layers.named_parameters()).keys() == names
+    layers["biased"].float(), layers["plain"].float()
+    with torch.no_grad(), sorted_weights(layers):
+        assert {name for name, layer in layers.items() if type(layer) is not before[name]} == {"biased", "plain", "own"}
+        assert torch.equal(layers["own"](x), -x), "a layer with a pass of its own keeps it"
         for _ in range(2):  # the second time by the weights sorted at the first
             for name, exact in expected.items():
                 torch.testing.assert_close(layers[name](x).double(), exact, rtol=0, atol=NEAR)
-    assert all(layers[name] is layer for name, layer in before.items()) and list(layers) == list(before)
+    assert all(type(layers[name]) is kind for name, kind in before.items())
+    assert not decoding._sorted_products()._sorted, "weights that change would be used as they were"
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_bf16_layers_multiply_so_where_the_cpu_can(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bf16)
     layers = model().bfloat16()
-    with _decoding._sorted_layers(layers):
-        chosen = {name for name, layer in layers.items() if type(layer) is _decoding._SortedLinear}
-    assert chosen == ({"biased", "plain", "wide"} if has_bf16 else set())
+    assert len(decoding._linear_layers(layers, decoding._sortable)) == (4 if has_bf16 else 0)
 
 
 def test_products_of_several_weights_lie_beside_each_other() -> None:
     layers, x = model(), normal(3, 1, 9)
     both = [layers["biased"], nn.Linear(9, 5)]
-    products = _decoding._sorted_products()
+    products = decoding._sorted_products()
     with torch.no_grad():
         output = products(x, [layer.weight for layer in both], [layer.bias for layer in both])
         exact = torch.cat([F.linear(x.double(), layer.weight.double(), layer.bias.double()) for layer in both], -1)
     assert len(products._sorted) == 1
     products.clear()
-    assert not products._sorted, "weights that change would be used as they were"
     torch.testing.assert_close(output.double(), exact, rtol=0, atol=NEAR)
 
 

@@ -1,6 +1,5 @@
 """Recorded decode steps beside steps that run anew each time, by graphs of operations that need no GPU (tape.py)."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from rlhf.config.options import SamplingOptions
-from rlhf.generation import _decoding, _graphs, _memory, loop
+from rlhf.cpu import attention, decoding
+from rlhf.generation import _graphs, _memory, loop
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
-from rlhf.models.cpu import attention
 from rlhf.types import Prompts, SampledRollout
 from tests.support import tape, tiny
 
@@ -29,7 +28,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> tape.Recorder:
     result = tape.Recorder()
     monkeypatch.setattr(_graphs, "recorder", lambda _: result)
     monkeypatch.setattr(_memory, "ROUNDED", 8)
-    monkeypatch.setattr(_decoding, "_sorted_layers", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(decoding, "_sortable", lambda _: False)
     return result
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
+from rlhf.cpu import attention
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
-from rlhf.models.cpu import attention, compiling, kernels
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
@@ -91,15 +91,6 @@ def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
         assert [(count, width) for count, width, _ in layout.groups] == [(3, 32), (1, full), (1, full), (1, full)]
         assert torch.equal(layout.tokens[layout.slots], torch.arange(int(lengths.sum())))
         assert int(layout.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not layout.empty[layout.slots].any()
-
-
-def test_what_our_kernels_for_rows_are_told_of_two_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 3 and 5 tokens: where each row begins, where its second side stops to see, begins, and ends."""
-    monkeypatch.setattr(compiling, "compiled", lambda _: True)
-    monkeypatch.setattr(kernels, "for_rows", lambda _: True)
-    lengths, common, second = (torch.tensor(numbers) for numbers in ((3, 5), (1, 2), (2, 4)))
-    spans = packing._spans(tiny.causal_lm(), lengths, common, second)
-    assert spans is not None and spans.tolist() == [[0, 1, 2, 3], [3, 2, 4, 5]]
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:

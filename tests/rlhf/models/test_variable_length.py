@@ -97,6 +97,13 @@ def test_flex_attention_separates_the_sides_of_a_pair(monkeypatch: pytest.Monkey
     assert close(got, expected)
 
 
+def test_what_our_kernels_for_rows_are_told_of_two_pairs() -> None:
+    """Of 3 and 5 tokens: where each row begins, where its second side stops to see, begins, and ends."""
+    spans = Rows(*pairs_of([(1, 1, 1), (2, 2, 1)]), CPU).spans
+    assert spans.tolist() == [[0, 1, 2, 3], [3, 2, 4, 5]]
+    assert Rows(LENGTHS, None, CPU).spans.tolist() == [[0, 5, 5, 5], [5, 1, 1, 1], [6, 9, 9, 9]]
+
+
 def pairs_of(sizes: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor]:
     """(lengths, branch) of rows with this many tokens in common, of branch 1 and of branch 2."""
     branch = [torch.arange(3).repeat_interleave(torch.tensor(size)) for size in sizes]
@@ -188,8 +195,8 @@ def test_kernels_are_for_gpus_that_pass_the_test() -> None:
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_packed_model_uses_the_kernel(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way from a batch to the kernel: the same states as from padded groups of rows."""
+    from rlhf.cpu import attention
     from rlhf.models import packing
-    from rlhf.models.cpu import attention
     from rlhf.types import Pairs
 
     model = tiny.backbone()

@@ -11,8 +11,9 @@ from transformers import DynamicCache
 
 from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.cpu import decoding
 from rlhf.errors import UserError
-from rlhf.generation._decoding import decoding
+from rlhf.generation.loop import next_logits
 from rlhf.plan import machine, sizes, zero
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import forecast
@@ -63,9 +64,9 @@ def test_sampling_on_a_cpu_has_a_second_copy_of_the_linear_layers(model_path: st
     """In the order of oneDNN; compiled layers multiply by the weights as they are."""
     lm = adapters.wrap(tiny.causal_lm(), "lora,r=2")
     ids = torch.ones(3, 1, dtype=torch.long)
-    with decoding(lm) as step, torch.no_grad():
+    with decoding.decode_step(lm, next_logits, fixed=False) as step, torch.no_grad():
         step(lm, ids, torch.ones_like(ids), torch.zeros_like(ids), DynamicCache())
-        ordered = [module for module in lm.modules() if getattr(module, "_sorted", None) is not None]
+        ordered = [module for module in lm.modules() if type(module) is decoding._SortedLinear]
     counts = sizes.size(model_path, "lm", Setup("lora,r=2"))
     blocks = [math.ceil(len(module.weight) / 64) * 64 * module.in_features for module in ordered]
     assert counts.linear == sum(blocks) > counts.total / 2

@@ -18,18 +18,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf.models import variable_length
-from rlhf.models.cpu import kernels
+from rlhf.cpu import kernels, memory
+from rlhf.distributed import collectives
 
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
-"""names of our attention in transformers: this module; the same, excluded from compiled layers; with the kernels for
-one token"""
+"""names of our attention in transformers: this module; the same between compiled layers, with the kernels for packed
+rows; with the kernels for one token"""
 BLOCK = 128
 """queries computed at once; keys after the last of them are not computed"""
 
 
 def install(lm: PreTrainedModel) -> None:
-    """Set this attention for `lm`. A model whose attention is not sdpa keeps its own."""
+    """Set this attention for `lm`, whose weights are aligned for a CPU. A model whose attention is not sdpa keeps its
+    own."""
+    if collectives.local_device().type == "cpu":
+        memory.align(lm)
     if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         return
     _register(NAME, attention)
@@ -37,14 +40,14 @@ def install(lm: PreTrainedModel) -> None:
     lm.set_attn_implementation(NAME)
 
 
-def used_by(lm: PreTrainedModel) -> bool:
+def installed(lm: PreTrainedModel) -> bool:
     """Whether `install` has set the attention of `lm`, and nothing has replaced it."""
     return lm.config._attn_implementation in (NAME, APART, ONE_TOKEN)
 
 
 def exclude_from_compiling(lm: PreTrainedModel) -> None:
     """Compiled layers of `lm` call attention uncompiled, between compiled graphs."""
-    if used_by(lm):
+    if installed(lm):
         _register(APART, _uncompiled_attention())
         lm.set_attn_implementation(APART)
 
@@ -56,7 +59,7 @@ def _register(name: str, attend: Callable[..., Any]) -> None:
 
 @functools.cache
 def _uncompiled_attention() -> Callable[..., Any]:
-    return torch.compiler.disable(attention)  # imports the compiler
+    return torch.compiler.disable(partial(attention, packed=_attend_rows))  # imports the compiler
 
 
 @contextlib.contextmanager
@@ -81,6 +84,7 @@ def attention(
     is_causal: bool | None = None,
     layout: Any = None,
     single: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None,
+    packed: Callable[[Any, Tensor, Tensor, Tensor, float], Tensor | None] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' sdpa attention, on GPUs too.
@@ -89,15 +93,13 @@ def attention(
     mask: None = causal; bool, True if one of S tokens sees one of L; or an additive mask. [B, 1, S, L]
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
     single: a replacement of `one_token`, used if S is 1 and the mask is None or bool.
+    packed: a replacement of `layout.attend`.
     """
     plain = options.get("position_bias") is None and options.get("softcap") is None and not dropout
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is not None:
         layout.keep(k, v)
-        alike = q.shape[-1] == k.shape[-1] == v.shape[-1]
-        if plain and layout.spans is not None and alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
-            return kernels.attend_rows(q, k, v, layout.spans, scale), None
-        attended = variable_length.attend(q, k, v, layout.rows, scale) if plain else None
+        attended = (packed or type(layout).attend)(layout, q, k, v, scale) if plain else None
         if attended is not None:
             return attended, None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
@@ -121,6 +123,15 @@ def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
     attended = scores.softmax(-1).to(v.dtype) @ v
     return attended.flatten(1, 2)[:, None]
+
+
+def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
+    """`layout.attend`, on a CPU by the kernel if it supports the arguments."""
+    alike = q.is_cpu and q.shape[-1] == k.shape[-1] == v.shape[-1]
+    if alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
+        return kernels.attend_rows(q, k, v, layout.rows.spans, scale)
+    attended: Tensor | None = layout.attend(q, k, v, scale)
+    return attended
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
+from rlhf.cpu import attention
 from rlhf.errors import UserError
-from rlhf.models.cpu import attention
 
 
 def compile_layers(model: nn.Module) -> None:
