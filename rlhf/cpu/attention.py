@@ -36,13 +36,18 @@ def install(lm: PreTrainedModel) -> None:
     if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         return
     _register(NAME, attention)
-    _register(ONE_TOKEN, _with_kernel())
+    _register(ONE_TOKEN, _attention_with_kernel)
     lm.set_attn_implementation(NAME)
 
 
 def installed(lm: PreTrainedModel) -> bool:
     """Whether `install` has set the attention of `lm`, and nothing has replaced it."""
     return lm.config._attn_implementation in (NAME, APART, ONE_TOKEN)
+
+
+def between_compiled(lm: PreTrainedModel) -> bool:
+    """Whether `exclude_from_compiling` has set the attention of `lm`."""
+    return lm.config._attn_implementation == APART
 
 
 def exclude_from_compiling(lm: PreTrainedModel) -> None:
@@ -134,16 +139,14 @@ def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     return attended
 
 
-@functools.cache
-def _with_kernel() -> Callable[..., Any]:
-    return partial(attention, single=_attend_one)
-
-
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`one_token` by the kernel, if it supports the arguments."""
     if mask is None or not kernels.fits(q, k, v):
         return one_token(q, k, v, mask, scale)
     return kernels.attend(q, k, v, mask, scale)
+
+
+_attention_with_kernel = partial(attention, single=_attend_one)
 
 
 class _Causal(torch.autograd.Function):

@@ -21,10 +21,7 @@ from rlhf.errors import UserError
 
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of the transformers model in `model` at its first call."""
-    import torch._dynamo.config as settings
-
-    _cache_by_width()
-    settings.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
+    _configure()
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             attention.exclude_from_compiling(part)
@@ -64,20 +61,27 @@ def _warn_once(line: str) -> None:
     warnings.warn(line, stacklevel=3)
 
 
-def _cache_by_width() -> None:
-    """Give graphs of each vector width their own entries in the compiler's cache on disk.
+def _configure() -> None:
+    """Graphs of each vector width have their own entries in the compiler's cache on disk.
 
     Otherwise a graph compiled with AVX-512 is used on a machine with AVX2 only (different machines that share a cache,
     or ATEN_CPU_CAPABILITY): its loops advance by 16 numbers but compute 8, and leave the others uninitialised.
     """
-    import torch._inductor.config as settings
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
 
-    settings.cpp.simdlen = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
+    dynamo.recompile_limit = 64  # with and without gradients, a mask or packed rows, for each architecture
+    inductor.cpp.simdlen = {"AVX2": 256, "AVX512": 512}.get(torch.backends.cpu.get_cpu_capability())
 
 
-def compiled(model: nn.Module) -> bool:
-    """Whether `compile_layers` has compiled its layers."""
-    return any(layer._compiled_call_impl is not None for layer in _layers(model))
+def round_like_eager() -> None:
+    """Make graphs that are compiled from now on round like eager operations.
+
+    Otherwise bf16 log-probs of scoring and of training, which are different graphs, differ by 0.03. It costs 10 % time.
+    """
+    import torch._inductor.config as inductor
+
+    inductor.emulate_precision_casts = True
 
 
 @functools.cache
@@ -119,22 +123,6 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
     return run
 
 
-def mark_dynamic(x: Tensor, *dimensions: int) -> None:
-    """Mark these dimensions of `x` as varying between calls, for the compiler."""
-    for dimension in dimensions:
-        torch._dynamo.maybe_mark_dynamic(x, dimension)
-
-
-def round_like_eager() -> None:
-    """Make graphs that are compiled from now on round like eager operations.
-
-    Otherwise bf16 log-probs of scoring and of training, which are different graphs, differ by 0.03. It costs 10 % time.
-    """
-    import torch._inductor.config as settings
-
-    settings.emulate_precision_casts = True
-
-
 def _layers(model: nn.Module, names: frozenset[str] = frozenset()) -> list[nn.Module]:
     """The layers: the outermost modules that transformers never splits over devices; `names`: of their classes.
 
@@ -155,11 +143,6 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def unguarded() -> Any:
-    """For calls with the same kind of arguments as the last: most guards of a graph are not checked."""
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def require_compiler(device: torch.device) -> None:

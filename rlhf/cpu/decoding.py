@@ -30,7 +30,7 @@ def decode_step(lm: PreTrainedModel, step: Step, fixed: bool) -> Iterator[Step]:
     fixed: whether the mask is bool [B, 1, 1, S] of the whole cache, so that shapes do not change with each step
     """
     on_cpu = lm.device.type == "cpu"
-    if fixed and compiling.compiled(lm):
+    if fixed and attention.between_compiled(lm):
         own_kernels = on_cpu and kernels.for_one_token(lm.dtype)
         attend = attention.ONE_TOKEN if own_kernels else attention.NAME
         layers = _linear_layers(lm, kernels.fits if own_kernels else _sortable)
@@ -50,12 +50,12 @@ def _varying(graph: Step) -> Step:
     def run(lm: PreTrainedModel, ids: Tensor, attention_mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
         nonlocal last_shape
         if attention_mask.shape == last_shape:
-            with compiling.unguarded():
+            with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
                 return graph(lm, ids, attention_mask, positions, cache)
         last_shape = attention_mask.shape
         states = [(x, (0, 2)) for layer in cast(list[DynamicLayer], cache.layers) for x in (layer.keys, layer.values)]
         for x, dimensions in ((ids, (0,)), (attention_mask, (0, 3)), (positions, (0,)), *states):
-            compiling.mark_dynamic(cast(Tensor, x), *dimensions)
+            torch._dynamo.maybe_mark_dynamic(x, dimensions)
         return graph(lm, ids, attention_mask, positions, cache)
 
     return run

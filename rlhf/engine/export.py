@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -131,7 +132,7 @@ def save_scalar_config(
     config = copy.deepcopy(model.backbone.config)  # an actor may have the same one
     config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
     config.eos_token_id = saved_ends(model.backbone, tokenizer.eos_token_id)
-    classifier = traits.classifier_class(config)
+    classifier = traits.class_of(AutoModelForSequenceClassification, config)
     if classifier is not None:
         config.architectures = [classifier.__name__]
     config.dtype = model.score.weight.dtype

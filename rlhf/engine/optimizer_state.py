@@ -4,6 +4,7 @@ So a checkpoint depends neither on the number of ranks nor on the ZeRO stage tha
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -44,10 +45,8 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     stepped = numbers(engine)["adam_steps"] > 0
-    if stepped and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # ZeRO 1 and 2 link the state of every parameter group when only the first one has stepped.
-        engine.optimizer._hp_optimizer_states_linked = False
-        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    if stepped:
+        _link_states(engine.optimizer)
     for name, parameter in trained:
         yield f"weight:{name}", master(engine, parameter)
         if not _is_sharded(parameter):
@@ -99,22 +98,25 @@ def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
         else:
             for group, weight in _weights(engine):
                 adam.state[weight] |= initial_state(weight, steps if OWN_RATE in group else steps - held)
-        if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        _link_states(engine.optimizer)
     set_schedule(engine, int(saved["schedule_steps"]))
     scaler = _loss_scaler(engine)
     for name in SCALE if scaler is not None else ():
         setattr(scaler, name, saved.get(name, getattr(scaler, name)))  # none of a run that began in another dtype
 
 
+def _link_states(zero: Any) -> None:
+    """ZeRO 1 and 2 link the state of every parameter group when only the first one has stepped."""
+    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
+
+
 def set_schedule(engine: Any, steps: int) -> None:
     """Set the learning rates to those after so many optimizer steps."""
-    schedule = engine.lr_scheduler
-    schedule.last_epoch, schedule._step_count = steps, steps + 1
-    rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    schedule._last_lr = [base * factor(steps) for base, factor in rates]
-    for group, rate in zip(_adam(engine).param_groups, schedule._last_lr, strict=True):
-        group["lr"] = rate
+    engine.lr_scheduler.last_epoch = steps - 1
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the optimizer has taken no step yet
+        engine.lr_scheduler.step()
 
 
 @contextlib.contextmanager

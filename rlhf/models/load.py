@@ -30,7 +30,7 @@ from rlhf.hub.untrusted import (
     with_file,
 )
 from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
-from rlhf.models.traits import causal_lm_class, has_attention, has_key_value_cache
+from rlhf.models.traits import class_of, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
@@ -40,6 +40,7 @@ MOST_NEW = 0.1
 """new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
 OWN_VALUES = ("eos_token_id", "pad_token_id")
 """values of its config that an adapter does not share with its base model"""
+SHOWN = "ids_with_probability"
 EXPORT = "make them with `rlhf export`"
 
 
@@ -167,7 +168,7 @@ def require_generating(path: str) -> None:
     """Raises: UserError for a model that cannot sample responses: without a language-model head, or recurrent (Mamba,
     RWKV), without the key-value cache of an attention model."""
     config = load_config(path)
-    model = causal_lm_class(config)
+    model = class_of(AutoModelForCausalLM, config)
     if model is None:
         raise UserError(f"model '{path}': transformers has no causal language model of the type {config.model_type}")
     if not has_key_value_cache(model, config):
@@ -224,6 +225,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: 
         capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
         last = model if capped else head  # Gemma 2 would make -30 of -inf
         last.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
+        setattr(model, SHOWN, tokenizer_size)
     for name in ends.ignored(model):
         console.say(
             f"note: model '{path}': {name} of its generation_config.json is not used: a response ends in the "
@@ -240,11 +242,7 @@ def _hide_from(size: int, last: nn.Module, inputs: tuple[Tensor, ...], output: A
 
 def count_ids(model: PreTrainedModel) -> int:
     """How many ids of a causal language model can have a probability: those of the tokenizer it was loaded for."""
-    head = model.get_output_embeddings()
-    for hook in (hook for module in (model, *head.modules()) for hook in module._forward_hooks.values()):
-        if isinstance(hook, functools.partial) and hook.func is _hide_from:
-            return int(hook.args[0])
-    return int(model.config.get_text_config().vocab_size)
+    return int(getattr(model, SHOWN, model.config.get_text_config().vocab_size))
 
 
 def load_backbone(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> PreTrainedModel:

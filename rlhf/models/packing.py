@@ -27,7 +27,6 @@ VECTOR = 64
 """bytes of a CPU's vector; if a row of scores is not a multiple of it, softmax takes up to three times as long, and
 torch's attention up to twice"""
 FLAG = "takes_packed_rows"
-Visible = Callable[[Tensor], Tensor]
 States = tuple[Tensor, Tensor]
 """keys and values of N tokens in one layer, [N, heads, d] each"""
 
@@ -42,11 +41,8 @@ class Layout:
     """of the model"""
     device: torch.device
     """of the model; `lengths` may be on the CPU"""
-    visible: Visible | None = None
-    """`visible(rows)`: which tokens of these rows see which, bool [rows, L, L] on the device, at least as wide as the
-    longest; None = a token sees the tokens before it in its row"""
     branch: Tensor | None = None
-    """[N] long, of pairs in one row: as in `JoinedPairs`; None if `visible` is None"""
+    """[N] long, of pairs in one row: as in `JoinedPairs`; None = a token sees the tokens before it in its row"""
     cache_states: list[States] | None = None
     """a list to which each layer appends its states, for a cache"""
 
@@ -120,13 +116,12 @@ def _padded(layout: Layout) -> Padded:
         column = torch.arange(width, device=lengths.device)
         missing = column >= lengths[rows, None]
         mask = None
-        if layout.visible is not None:
-            visible_mask = layout.visible(rows)[:, None, :width, :width]
-            short = width - visible_mask.shape[-1]
-            visible_mask = torch.nn.functional.pad(visible_mask, (0, short, 0, short))
-            mask = torch.zeros((), dtype=dtype, device=visible_mask.device).masked_fill(
-                ~visible_mask, torch.finfo(dtype).min
-            )
+        if layout.branch is not None:
+            i = torch.arange(width, device=layout.device)
+            common, second = to_device(layout.rows.spans[rows, 1:3].T, layout.device)[:, :, None]
+            apart = (i >= second)[:, :, None] & ((i >= common) & (i < second))[:, None]
+            mask = torch.zeros((), dtype=dtype, device=layout.device)
+            mask = mask.masked_fill(apart | (i[:, None] < i), torch.finfo(dtype).min)[:, None]
         groups.append((len(rows), width, mask))
         tokens.append((starts[rows, None] + column).masked_fill(missing, 0).flatten())
         empty.append(missing.flatten())
@@ -184,14 +179,7 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
     """Inputs for pairs in one row each; `states` are those at the ends of both sides, [B, 2]."""
     if packs(model):
         lengths = pairs.ends[:, 1] + 1
-        on_device = pairs.to(model.device)
-        rows = Layout(
-            lengths,
-            model.dtype,
-            model.device,
-            lambda rows: on_device[to_device(rows, model.device)].visible(),
-            pairs.branch[pairs.mask],
-        )
+        rows = Layout(lengths, model.dtype, model.device, pairs.branch[pairs.mask])
         states = pairs.ends + _starts(lengths)[:, None]
         return ModelInputs(_packed(pairs.ids[pairs.mask], pairs.positions[pairs.mask], rows), states)
     on_device = pairs.to(model.device)

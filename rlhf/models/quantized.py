@@ -155,14 +155,15 @@ class _Dequantized(nn.Module):
         super().__init__()
         self._layer, self._dtype = (layer,), dtype  # in a tuple, so that it is no submodule
         self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        self.register_state_dict_post_hook(_add_weight)
 
     @property
     def weight(self) -> Tensor:
         return dequantized_weight(self._layer[0]).to(self._dtype)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight.to("cpu")
+
+def _add_weight(layer: _Dequantized, state: dict[str, Any], prefix: str, _: Any) -> None:
+    state[f"{prefix}weight"] = layer.weight.to("cpu")
 
 
 @contextlib.contextmanager

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, scores
-from rlhf.models.traits import classifier_class
+from rlhf.models.traits import class_of
 from rlhf.text.dialogues import Template
 from rlhf.text.rendering import RENDER_ERRORS
 from rlhf.text.templates import template_name
@@ -89,7 +89,7 @@ def compare(name: str, path: str, model: ScalarModel, reading: Reading, template
 
     The text is the one that the tokenizer's own files give, before any change of ours. Empty if it cannot be rendered.
     """
-    cls, raw = classifier_class(model.backbone.config), load_tokenizer(resolve(path))
+    cls, raw = class_of(AutoModelForSequenceClassification, model.backbone.config), load_tokenizer(resolve(path))
     try:
         ids: Any = raw.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in PROBE], return_dict=False

@@ -7,14 +7,7 @@ what has moved. Seen in transformers 5.17 to 5.24.
 import inspect
 from typing import Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    PretrainedConfig,
-)
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
 
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """the argument of a forward pass for the cache: since 5.24, and before"""
@@ -48,16 +41,9 @@ def has_key_value_cache(model: Any, config: PretrainedConfig) -> bool:
     return cache_argument(model) is not None and has_attention(config)
 
 
-def causal_lm_class(config: PretrainedConfig) -> Any:
-    """The causal language model of a config's type; None: transformers has none."""
-    models: Any = AutoModelForCausalLM._model_mapping
-    return models.get(type(config), None)
-
-
-def classifier_class(config: PretrainedConfig) -> Any:
-    """The sequence classifier of a config's type; None: transformers has none."""
-    models: Any = AutoModelForSequenceClassification._model_mapping
-    return models.get(type(config), None)
+def class_of(auto: Any, config: PretrainedConfig) -> Any:
+    """The class of a model of a config's type, of those of an auto class; None: transformers has none."""
+    return auto._model_mapping.get(type(config), None)
 
 
 def attends_to_all(config: PretrainedConfig) -> bool:

@@ -135,8 +135,6 @@ def works(
     """
     if device.type != "cuda":
         return False
-    from torch._dynamo.exc import TorchDynamoException
-
     if kernel is flex:
         console.status("attention of packed rows is compiled: up to a minute")
     lengths, generator = torch.tensor(PROBE), torch.Generator().manual_seed(0)
@@ -149,7 +147,7 @@ def works(
             gradients = torch.autograd.grad(attended.float().square().sum(), (q, k, v))
             expected = reference(q, k, v, lengths, width**-0.5)
             wanted = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
-    except (RuntimeError, ValueError, AssertionError, ImportError, TorchDynamoException):
+    except (RuntimeError, ValueError, AssertionError, ImportError):
         return False
     pairs = zip((attended, *gradients), (expected, *wanted), strict=True)
     share = 1e-2 if dtype == torch.float32 else 0.1  # far above rounding, far below what a wrong mask leaves

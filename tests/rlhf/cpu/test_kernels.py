@@ -85,11 +85,6 @@ def row_by_row(q: Tensor, k: Tensor, v: Tensor, rows: list[tuple[int, ...]], sca
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def formula_of_rows(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
-    """In place of the kernel, on a CPU without block products of bf16."""
-    return row_by_row(q, k, v, spans[:, 1:].tolist(), scale)
-
-
 def spans(rows: list[tuple[int, ...]]) -> Tensor:
     table = torch.tensor(rows)
     return torch.cat([(table[:, 2].cumsum(0) - table[:, 2])[:, None], table], 1)
@@ -160,7 +155,9 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(
     compiling.compile_layers(lm)
     compiling.round_like_eager()
     errors = []
-    attend = kernels.attend_rows if kernels.for_rows(torch.bfloat16) else formula_of_rows
+    attend = kernels.attend_rows if kernels.for_rows(torch.bfloat16) else (
+        lambda q, k, v, spans, scale: row_by_row(q, k, v, spans[:, 1:].tolist(), scale)
+    )  # fmt: skip
     for usable in (False, True):
         monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
         calls = [0]

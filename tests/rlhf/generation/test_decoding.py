@@ -1,7 +1,5 @@
 """Products and attention of single tokens, and the choice of the next one, beside float64."""
 
-from contextlib import AbstractContextManager
-
 import pytest
 import torch
 from torch import nn
@@ -42,16 +40,13 @@ def model() -> nn.ModuleDict:
     return nn.ModuleDict(layers)
 
 
-def sorted_weights(layers: nn.Module) -> AbstractContextManager[None]:
-    return decoding._multiplying(decoding._linear_layers(layers, decoding._sortable), decoding._SortedLinear)
-
-
 def test_layers_multiply_by_sorted_weights_meanwhile() -> None:
     layers, x = model(), normal(2, 1, 9)
     before = {name: type(layer) for name, layer in layers.items()}
     expected = {name: layers[name].double()(x.double()) for name in ("biased", "plain")}
     layers["biased"].float(), layers["plain"].float()
-    with torch.no_grad(), sorted_weights(layers):
+    linear = decoding._linear_layers(layers, decoding._sortable)
+    with torch.no_grad(), decoding._multiplying(linear, decoding._SortedLinear):
         assert {name for name, layer in layers.items() if type(layer) is not before[name]} == {"biased", "plain", "own"}
         assert torch.equal(layers["own"](x), -x), "a layer with a pass of its own keeps it"
         for _ in range(2):  # the second time by the weights sorted at the first

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 
 from rlhf.models import traits
 from tests.support import families, tiny
@@ -13,7 +13,7 @@ from tests.support import families, tiny
 
 def of(family: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
     config = AutoConfig.for_model(family, **sizes)
-    return traits.causal_lm_class(config), config
+    return traits.class_of(AutoModelForCausalLM, config), config
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -39,7 +39,7 @@ def test_the_cache_is_filled_through_the_argument_that_is_found() -> None:
 
 def test_classes_are_found_by_the_config() -> None:
     config = tiny.config_of("llama")
-    assert traits.causal_lm_class(config).__name__ == "LlamaForCausalLM"
-    assert traits.classifier_class(config).__name__ == "LlamaForSequenceClassification"
+    assert traits.class_of(AutoModelForCausalLM, config).__name__ == "LlamaForCausalLM"
+    assert traits.class_of(AutoModelForSequenceClassification, config).__name__ == "LlamaForSequenceClassification"
     t5 = AutoConfig.for_model("t5")
-    assert traits.causal_lm_class(t5) is None
+    assert traits.class_of(AutoModelForCausalLM, t5) is None
