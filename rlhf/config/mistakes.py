@@ -113,7 +113,8 @@ def _mistake(cls: type[Config], error: Any, cure: Cure) -> Mistake:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    """A value as Python writes it; a number of the command line, which is text, as a number."""
+    text = value if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

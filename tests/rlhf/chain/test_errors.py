@@ -88,11 +88,11 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "an empty directory": (["--actor-model", "."], [".: the directory has no config.json and no tokenizer.json"]),
     "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
     "bad choice": (["--deployment-type", "cloud"], ["cloud", "single_gpu", "single_node"]),
-    "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got '0'"]),
+    "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got 0"]),
     "a seed too large": (["--seed", "4294967296"], ["--seed", "less than or equal to 4294967295"]),
     "no epochs": (["--sft.num-train-epochs", "0"], ["--sft.num-train-epochs", "greater than or equal to 1"]),
     "no steps": (["--steps"], ["--steps", "at least 1"]),
-    "step 4": (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got '4'; see"]),
+    "step 4": (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got 4; see"]),
     "step 3 alone": (
         ["--steps", "3"],
         ["actor_model not found at out/step1_sft", "run step1_sft first", "--actor-model"],

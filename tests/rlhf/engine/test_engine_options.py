@@ -173,7 +173,7 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         (["--actor.zero-stage", "4"], "zero-stage"),
-        (["--reference.zero-stage", "2"], "--reference.zero-stage: Input should be 0 or 3, got '2'"),
+        (["--reference.zero-stage", "2"], "--reference.zero-stage: Input should be 0 or 3, got 2"),
         (
             ["--critic.offload"],
             "no option '--critic.offload': here --critic.offload-optimizer; --offload-param for the weights",
