@@ -131,7 +131,7 @@ def spread(layer: parser.Layer) -> parser.Layer:
         own = layer.tree.get(section) or {}
         if isinstance(own, dict) and (shared or own):
             sections[section] = shared | own
-    return layer._replace(tree=layer.tree | sections)
+    return parser.Layer(layer.source, layer.tree | sections)
 
 
 def read_layers(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> list[parser.Layer]:

@@ -114,7 +114,8 @@ def _mistake(cls: type[Config], error: Any, cure: Cure) -> Mistake:
 
 def _short(value: object) -> str:
     """A value as Python writes it; a number of the command line, which is text, as a number."""
-    text = value if isinstance(value, str) and re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value) else repr(value)
+    is_number = isinstance(value, str) and re.fullmatch(r"[+-]?([\d.]+(e[+-]?\d+)?|nan|inf)", value)
+    text = str(value) if is_number else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -112,7 +112,7 @@ def test_the_chain_uploads_its_last_model_and_only_when_it_is_told_to(
 
 def test_an_export_merges_only(rlhf: Run) -> None:
     code, _, err = rlhf("export", "x")
-    assert code == 2 and "PATH --merge OUT; llama.cpp's convert_hf_to_gguf.py makes a GGUF file" in err
+    assert code == 2 and "PATH --merge OUT, or PATH --at 0.7 --merge OUT; llama.cpp's" in err
 
 
 def test_the_commands_of_the_page(
