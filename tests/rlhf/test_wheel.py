@@ -70,7 +70,7 @@ def test_the_console_script_trains_from_an_empty_directory(installed: Path, tmp_
     for file in run(sys.executable, "-P", "-c", where, cwd=tmp_path, **environment).split():
         assert Path(file).is_relative_to(installed)
     output = run(*rlhf, "train", *TINY, cwd=tmp_path, **environment)
-    assert "  rlhf train --actor-model DIR" in output
+    assert "next: rlhf chat out" in output
     manifest = json.loads((tmp_path / "out/step3_ppo/manifest.json").read_text())
     assert "eval_kl" in manifest["metrics"] and (tmp_path / "out/step3_ppo/actor").is_dir()
     assert "held-out prompts, a mean gain of" in (tmp_path / "out/report.html").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ logged (relative to 1, or to the number where that is more).
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,4 +252,10 @@ class TestSharing:
     @pytest.mark.parametrize("stage", STAGES[:2])
     def test_two_processes_that_share_the_tokens_of_each_row(self, stage: str, zero_stage: int, run: Run) -> None:
         split = {"sequence_parallel_size": 2, "zero_stage": zero_stage, "micro_batch_size": 3}
-        require_alike(run(stage), run(stage, 2, **split), 1e-5, 1e-7)
+        one, other = run(stage), run(stage, 2, **split)
+        if stage == "step2_reward":  # the sides of a pair share no row then, so its prompt is computed twice
+            assert all(n <= other.numbers[name] for name, n in one.numbers.items() if name.endswith(" tokens"))
+            one, other = (
+                replace(m, numbers={n: v for n, v in m.numbers.items() if " tokens" not in n}) for m in (one, other)
+            )
+        require_alike(one, other, 1e-5, 1e-7)
