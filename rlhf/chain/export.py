@@ -86,14 +86,13 @@ def between(reference: str, policy: str, at: float, out: Path) -> None:
     _require_new(out)
     tokenizer = load_tokenizer(policy)
     dtype: Any = load_config(policy).dtype
-    model, tuned = (load_causal_lm(path, dtype, id_count(tokenizer)) for path in (reference, policy))
-    ends = tuned.state_dict()
-    for name, weight in model.state_dict().items():
-        end = ends.get(name)
-        if end is None or end.shape != weight.shape:
-            raise UserError(f"--at {at:g}: {name} of {reference} is not as in {policy}; expected models of one shape")
-        if weight.is_floating_point():
-            weight.copy_(weight.float().lerp(end.float(), at))
+    first, model = (load_causal_lm(path, dtype, id_count(tokenizer)) for path in (reference, policy))
+    reference_weights = first.state_dict()
+    for name, weight in model.named_parameters():  # a tied weight once
+        from_weight = reference_weights.get(name)
+        if from_weight is None or from_weight.shape != weight.shape:
+            raise UserError(f"--at {at:g}: {name} of {policy} is not as in {reference}; expected models of one shape")
+        weight.data.copy_(from_weight.float().lerp(weight.data.float(), at))
     _write_policy(model, tokenizer, out)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.chain import export
 from rlhf.errors import UserError
-from tests.support import chat_runs
+from tests.support import chat_runs, tiny
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,20 @@ def test_every_weight_is_so_far_on_the_way(run: Path, tmp_path: Path, at: float)
         if at in (0.0, 1.0):
             assert torch.equal(weight, (reference if at == 0 else policy)[name])
     assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+
+
+def test_tied_weights_go_the_way_once(tmp_path: Path) -> None:
+    for seed, name in enumerate(("reference", "policy")):
+        torch.manual_seed(seed)
+        config = tiny.config_of("llama")
+        config.tie_word_embeddings = True
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        tiny.tokenizer().save_pretrained(tmp_path / name)
+    export.between(str(tmp_path / "reference"), str(tmp_path / "policy"), 0.25, tmp_path / "out")
+    first, last, made = (weights(tmp_path / name) for name in ("reference", "policy", "out"))
+    assert torch.equal(made["lm_head.weight"], made["model.embed_tokens.weight"])
+    for name, weight in made.items():
+        torch.testing.assert_close(weight, 0.75 * first[name] + 0.25 * last[name], rtol=1e-6, atol=1e-7)
 
 
 def test_what_has_no_line_is_refused_and_nothing_is_written(run: Path, tmp_path: Path) -> None:
