@@ -128,9 +128,9 @@ def spread(layer: parser.Layer) -> parser.Layer:
     sections = {}
     for section in SECTIONS.values():
         shared = {name: layer.tree[top] for name, top in shared_options(section).items() if top in layer.tree}
-        own = layer.tree.get(section) or {}
-        if isinstance(own, dict) and (shared or own):
-            sections[section] = shared | own
+        section_values = layer.tree.get(section) or {}
+        if isinstance(section_values, dict) and (shared or section_values):
+            sections[section] = shared | section_values
     return parser.Layer(layer.source, layer.tree | sections)
 
 

@@ -40,14 +40,14 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, Any]]
             continue
         kind = known[name].annotation
         several = _takes_several(kind)
-        taken = [value] if equals else []
-        while rest and not rest[0].startswith("--") and not equals and (several or not taken):
-            taken.append(rest.pop(0))
-        if not taken and not several:
+        texts = [value] if equals else []
+        while rest and not rest[0].startswith("--") and not equals and (several or not texts):
+            texts.append(rest.pop(0))
+        if not texts and not several:
             raise UserError(f"--{typed}: got no value, expected one after it; see --help")
         if several and choices(kind):  # 1,2 as 1 2
-            taken = [part for each in taken for part in each.split(",")]
-        yield name, [_plain(one, kind) for one in taken] if several and taken != ["None"] else _plain(taken[0], kind)
+            texts = [part for text in texts for part in text.split(",")]
+        yield name, [_plain(one, kind) for one in texts] if several and texts != ["None"] else _plain(texts[0], kind)
     yield from _positional(cls, bare)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
+from pydantic import ValidationError
 
 from rlhf.config import command_line
-from rlhf.config.mistakes import Mistake, foreign_or_similar_key, mistakes_in, validate
+from rlhf.config.mistakes import Mistake, foreign_or_similar_key, mistakes_in
 from rlhf.config.record import Config
 from rlhf.config.secrets import refuse_secrets
 from rlhf.config.short_help import full_help
@@ -95,16 +96,24 @@ def combine(cls: type[C], layers: Iterable[Layer]) -> C:
         values = merge(values, tree)
         values = values if source == COMMAND_LINE else cls.adopt(values, source)
         merged.append(Layer(source, values))
-    mistakes = mistakes_in(cls, values, foreign_or_similar_key)
-    for source, so_far in merged if mistakes else ():
-        new = [mistake for mistake in mistakes_in(cls, so_far, foreign_or_similar_key) if mistake in mistakes]
+    try:
+        return cls.model_validate(values)
+    except ValidationError:
+        raise _first_mistake(cls, merged) from None
+
+
+def _first_mistake(cls: type[Config], merged: Sequence[Layer]) -> UserError:
+    """The mistakes that stay to the end, of the first of the layers, each merged with those before, that has any."""
+    lasting = mistakes_in(cls, merged[-1].tree, foreign_or_similar_key)
+    for source, tree in merged:
+        new = [mistake for mistake in mistakes_in(cls, tree, foreign_or_similar_key) if mistake in lasting]
         # a section has the mistakes of the options that it takes from the top
         lines = [m for m in new if not m.path or Mistake(m.path[1:], m.text) not in new]
         if lines and source == COMMAND_LINE:
-            raise UserError("; ".join(mistake.on_command_line() for mistake in lines) + "; see --help")
+            return UserError("; ".join(mistake.on_command_line() for mistake in lines) + "; see --help")
         if lines:
-            raise UserError(f"{source}: " + "; ".join(mistake.in_file() for mistake in lines))
-    return validate(cls, values, cls.__name__)
+            return UserError(f"{source}: " + "; ".join(mistake.in_file() for mistake in lines))
+    raise AssertionError("the last layer has the mistakes that last")
 
 
 def compose(cls: type[C], files: Sequence[str | Path]) -> C:

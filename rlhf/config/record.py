@@ -1,7 +1,7 @@
 """The record that every set of options is, and the names that its options have. Torch-free."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
@@ -36,8 +36,8 @@ class Config(BaseModel):
         """The plain values of a file, without those that a section leaves out."""
         adopted = dict(values)
         for name, field in cls.model_fields.items():
-            section = record_in(field.annotation)
-            if section is field.annotation and section is not None and isinstance(values.get(name), dict):
+            section = field.annotation
+            if is_record(section) and isinstance(values.get(name), dict):
                 adopted[name] = section.adopt(values[name], source)
         return adopted
 
@@ -47,11 +47,16 @@ class Config(BaseModel):
         return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
 
 
+def is_record(annotation: Any) -> TypeGuard[type[Config]]:
+    """Whether an option is a section."""
+    return isinstance(annotation, type) and issubclass(annotation, Config)
+
+
 def options(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every option with its dotted name: `ppo.kl_coef`."""
     for name, field in cls.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Config):
+        if is_record(kind):
             yield from options(kind, f"{prefix}{name}.")
         else:
             yield prefix + name, field
@@ -64,7 +69,7 @@ def option_names(cls: type[Config]) -> Iterator[str]:
 
 def record_in(annotation: Any) -> type[Config] | None:
     """The record in an annotation: `Inner` for `Inner`, `Inner | None` and `tuple[Inner, ...]`; else None."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
+    if is_record(annotation):
         return annotation
     return next(filter(None, map(record_in, get_args(annotation))), None)
 
