@@ -86,11 +86,12 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from rlhf.distributed import collectives
     from rlhf.generation import open_backend
     from step3_ppo import stage
-    from step3_ppo.inputs import open_data, with_inputs
+    from step3_ppo.inputs import open_data
     from step3_ppo.models import set_up
+    from step3_ppo.resolved import resolve_models
     from step3_ppo.schedule import Schedule
 
-    config = with_inputs(_config(settings["stage"]))
+    config = resolve_models(_config(settings["stage"])).config
     with collectives.process_group(config.timeout_s):
         pipe.mark_baseline()
         tokenizer, data = open_data(config, str(config.actor_model))

@@ -16,8 +16,9 @@ from rlhf.distributed import collectives
 from rlhf.engine.adamw import schedule
 from rlhf.storage import disk
 from rlhf.types import SampledRollout, Samples
-from step3_ppo.inputs import check, with_inputs
+from step3_ppo.inputs import check
 from step3_ppo.models import reward_context
+from step3_ppo.resolved import resolve_models
 from step3_ppo.schedule import iterations
 
 SCORES_AGREE = 0.01
@@ -67,7 +68,7 @@ def judge(ppo: Any, plan: Plan, folder: Path) -> None:
     """
     with (folder / "responses.jsonl").open(encoding="utf-8") as file:  # splitlines would split a text at U+2028
         rows = [json.loads(line) for line in file]
-    context = reward_context(with_inputs(ppo.model_copy(update={"dtype": "fp32"})), plan.tokenizer)
+    context = reward_context(resolve_models(ppo.model_copy(update={"dtype": "fp32"})).config, plan.tokenizer)
     judge = rewards.open_source(ppo.judge, context)
     judged = []
     for number, indices in enumerate(plan.indices, 1):

@@ -22,60 +22,18 @@ from rlhf.models.load import require_context, require_decoder, require_generatin
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, replicas
 from rlhf.rewards import learned
-from rlhf.storage.manifests import planned_start, resolve_model_path
+from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, require_start
 from rlhf.training.trackers import check_trackers
-from step3_ppo import algorithms, critic
-from step3_ppo.config import MAKERS, POLICY, SHARED, STAGE, Step3Config
-from step3_ppo.plan import critic_starts_from_reward_model, needs_critic, source_specs, uses_reward_model, workload
+from step3_ppo import algorithms
+from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
+from step3_ppo.plan import workload
+from step3_ppo.resolved import resolve_models, source_specs
 from step3_ppo.trunk import check_roles
 
 PHASE: Phase = "ppo"
-FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
-"""Folders of an earlier stage that may hold each model, by option."""
-
-
-def inputs(config: Step3Config) -> dict[str, str]:
-    """Paths of the models that this stage starts from. A model that no option names is the output of an earlier
-    stage."""
-    paths = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
-    starts_critic = critic_starts_from_reward_model(config)
-    if starts_critic:
-        paths["critic_model"] = paths["reward_model"]
-    elif needs_critic(config) and config.critic_model not in (POLICY, SHARED):
-        paths["critic_model"] = str(config.critic_model)
-    if not starts_critic and not uses_reward_model(config):
-        del paths["reward_model"]
-    return paths
-
-
-def input_paths(config: Step3Config) -> dict[str, str]:
-    """The directory of each of `inputs` to load it from.
-
-    Raises: UserError if a model does not exist, or its stage is unfinished.
-    """
-    paths = inputs(config)
-    for name, maker in MAKERS.items():
-        if name in paths and getattr(config, name) is None and not Path(paths[name]).is_dir():
-            option = name.replace("_", "-")
-            cure = f"run {maker} first, or name one with --{option}"
-            if name == "reward_model" and not uses_reward_model(config):
-                cure += f" (--critic-model {POLICY} starts the critic without a reward model)"
-            raise UserError(f"{name} not found at {paths[name]}; {cure}")
-    return {name: resolve_model_path(paths[name], *FOLDERS[name]) for name in paths}
-
-
-def with_inputs(config: Step3Config) -> Step3Config:
-    """The config with the path of every model, and with what the critic starts from (`critic.choose`).
-
-    Raises: UserError if a model does not exist, its stage is unfinished, or a named critic reads other ids.
-    """
-    models = config.model_copy(update=input_paths(config))
-    if not needs_critic(config):
-        return models
-    return models.model_copy(update={"critic_model": critic.choose(config.critic_model, models)})
 
 
 def check(
@@ -89,12 +47,8 @@ def check(
     Raises: UserError.
     """
     check_trackers(config.report_to)
-    starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in inputs(config).items()}
-    planned_starts = {name: start for name, start in starts.items() if start is not None}
-    options = dict(planned_starts)
-    if critic_starts_from_reward_model(config):
-        options.pop("critic_model", None)  # a path there would count as one that the user has named
-    models = with_inputs(config.model_copy(update=options))
+    resolved = resolve_models(config, planned)
+    models = resolved.config
     _check_engines(config, ranks)
     ranks = _replicas(config, ranks)
     check_batches(config, ranks)
@@ -107,7 +61,7 @@ def check(
         )
     if config.eval_samples < ranks:
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
-    for name in starts:
+    for name in resolved.paths:
         path = str(getattr(models, name))
         if path == POLICY:  # of its own accord, in place of a reward model with other tokens
             continue
@@ -119,15 +73,15 @@ def check(
         check_start(path, config.chat_template, 0 if name == "reward_model" else tokens, config.convert_template)
         if name != "reward_model":
             check_split(config, path)
-        if name not in planned_starts and name != "actor_model":
+        if name not in resolved.planned and name != "actor_model":
             read_head(resolve(path))
-    check_roles(config, models, {name: planned_starts.get(name) for name in starts})
+    check_roles(resolved)
     _check_sources(models)
     needed = workload(models, "cpu", {"reward_model": ""}).checkpoints
     require_room(Path(config.output_dir) / STAGE.name, needed)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
-    _check_lengths(models, "reward_model" in planned_starts, tokenizer, data)
+    _check_lengths(models, "reward_model" in resolved.planned, tokenizer, data)
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")

@@ -22,8 +22,8 @@ from step3_ppo.config import POLICY, SHARED, Step3Config
 from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner
-from step3_ppo.plan import reward_model_paths
 from step3_ppo.ptx import Ptx
+from step3_ppo.resolved import reward_model_paths
 from step3_ppo.rollout import Reference, Scorer, ScoreScaling
 from step3_ppo.schedule import iterations
 from step3_ppo.trunk import open_roles

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf import generation, plugins, rewards
+from rlhf import generation, plugins
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
@@ -14,38 +14,15 @@ from rlhf.plan.activations import PassShape
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, dtype_on, extended_ids
 from rlhf.plan.sizes import tokenizer_size
 from rlhf.storage.manifests import resolve_model_path
-from step3_ppo import algorithms, critic
-from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, STAGE, Step3Config
+from step3_ppo.config import POLICY, REWARD, SHARED, STAGE, Step3Config
+from step3_ppo.resolved import (
+    choose_critic,
+    critic_starts_from_reward_model,
+    needs_critic,
+    source_specs,
+    uses_reward_model,
+)
 from step3_ppo.schedule import iterations
-
-
-def needs_critic(config: Step3Config) -> bool:
-    """Whether the algorithm trains a critic."""
-    return algorithms.load(config).value_loss is not None
-
-
-def critic_starts_from_reward_model(config: Step3Config) -> bool:
-    """Whether there is a critic whose default start is the reward model, or one that is told to start there."""
-    return needs_critic(config) and config.critic_model in (None, REWARD)
-
-
-def uses_reward_model(config: Step3Config) -> bool:
-    """Whether a score source or the judge is the reward model of the run."""
-    specs = (plugins.parse_spec(spec) for spec in source_specs(config))
-    return any(name == "learned" and not options.get("model") for name, options in specs)
-
-
-def source_specs(config: Step3Config) -> list[str]:
-    """The specs of all score sources, the judge included, without weights."""
-    judge = [] if config.judge is None else [config.judge]
-    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
-
-
-def reward_model_paths(config: Step3Config) -> list[str]:
-    """The paths of the reward models that score, the judge included."""
-    parsed = [plugins.parse_spec(spec) for spec in source_specs(config)]
-    paths = [options.get("model") or str(config.reward_model) for name, options in parsed if name == "learned"]
-    return [resolve_model_path(path, "model", "critic") for path in paths]
 
 
 def workload(
@@ -86,13 +63,6 @@ def workload(
     )
 
 
-def earlier_models(output_dir: str, planned: Mapping[str, str]) -> dict[str, str]:
-    """Paths of the models that this stage takes from earlier stages: the trained models that exist, else `planned`, the
-    models that those stages will start from."""
-    trained = {name: Path(output_dir) / maker / "model" for name, maker in MAKERS.items()}
-    return {**planned, **{name: str(model) for name, model in trained.items() if (model / "config.json").is_file()}}
-
-
 class _Start(NamedTuple):
     """A model that this stage starts from."""
 
@@ -110,7 +80,7 @@ def _critic_start(config: Step3Config, actor: _Start, reward_model: _Start) -> _
         option = POLICY
     elif option is None and tokenizer_size(actor.path) is not None and tokenizer_size(start.path) is not None:
         paths = {"actor_model": actor.path, "critic_model": start.path}
-        option = critic.choose(None, config.model_copy(update=paths))
+        option = choose_critic(None, config.model_copy(update=paths))
     return actor if option == POLICY else start
 
 

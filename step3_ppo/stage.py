@@ -31,7 +31,6 @@ from rlhf.training.run import open_run
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.config import STAGE, Step3Config
-from step3_ppo.critic import describe as describe_critic
 from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
     Evaluation,
@@ -43,11 +42,12 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.inputs import check, content, input_paths, inputs, ptx_content, with_inputs
+from step3_ppo.inputs import check, content, ptx_content
 from step3_ppo.learner import Learner
 from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
+from step3_ppo.resolved import describe_critic, inputs, resolve_models
 from step3_ppo.rollout import score
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.warnings import Watch
@@ -164,10 +164,11 @@ def run(config: Step3Config) -> None:
     status(f"{STAGE.name}: reading the data")
     tokenizer, data = check(config, ranks=collectives.world_size())
     collectives.set_ranks_per_replica(config.tensor_parallel_size)
-    user_config, config = config, with_inputs(config)
+    resolved = resolve_models(config)
+    user_config, config = config, resolved.config
     prompts, evaluation = data.train, data.evaluation
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
-    with open_run(STAGE, user_config, stage_status, input_paths(user_config)) as stage, ExitStack() as at_end:
+    with open_run(STAGE, user_config, stage_status, resolved.paths) as stage, ExitStack() as at_end:
         status(f"{STAGE.name}: loading the models")
         learner = set_up(config, tokenizer, sample_rows(prompts, config.seed, adapters.START_TOKENS))
         if learner.backend.close is not None:

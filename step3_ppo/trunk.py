@@ -18,6 +18,7 @@ from rlhf.models.scalar import new_head, read_head
 from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
 from rlhf.training.checks import check_trunk
 from step3_ppo.config import POLICY, SHARED, Step3Config
+from step3_ppo.resolved import Resolved
 
 ACTOR, REFERENCE, CRITIC, REWARD = "policy", "reference", "critic", "reward"
 """names of the adapters; further reward models are reward-1, reward-2, ..."""
@@ -82,16 +83,15 @@ def _scalar(trunk: Trunk, role: str, path: str, dtype: torch.dtype, trained: boo
     return ScalarRole(trunk, role, ScoreHead(read_head(path), dtype), trained)
 
 
-def check_roles(config: Step3Config, models: Step3Config, starts: Mapping[str, str | None]) -> None:
+def check_roles(resolved: Resolved) -> None:
     """Check that all models of the run can be adapters on one base model.
 
-    models: the options with the paths of all models; starts: for each model of the run, the model that an earlier stage
-    of this command will make it from; None if the model exists
     Raises: UserError for a model of another base, or an option that only separate models support.
     """
+    config = resolved.config
     if not config.share_trunk:
         return
-    actor = resolve(str(models.actor_model))
+    actor = resolve(str(config.actor_model))
     base = base_of(actor)
     check_trunk(config, base)
     _check_options(config)
@@ -102,11 +102,11 @@ def check_roles(config: Step3Config, models: Step3Config, starts: Mapping[str, s
                 f"--share-trunk: the policy continues the adapter of '{actor}', but --adapter {config.adapter} has "
                 "other options; expected those with which it was trained"
             )
-    for name, start in starts.items():
-        path = resolve(str(getattr(models, name)))
+    for name in resolved.paths:
+        path = resolve(str(getattr(config, name)))
         if name == "actor_model" or path == POLICY:
             continue
-        whole = start is None and not is_adapter(Path(path))
+        whole = name not in resolved.planned and not is_adapter(Path(path))
         if whole or base_of(path) != base:
             got = "whole weights" if whole else f"an adapter on '{base_of(path)}'"
             raise UserError(

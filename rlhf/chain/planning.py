@@ -21,6 +21,7 @@ from rlhf.storage.manifests import planned_start
 from step1_sft import plan as sft_plan
 from step2_reward import plan as reward_plan
 from step3_ppo import plan as ppo_plan
+from step3_ppo.resolved import earlier_models
 
 
 def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, str]]:
@@ -41,7 +42,7 @@ def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, 
             later: dict[int, Callable[..., Workload]] = {2: reward_plan.workload, 3: ppo_plan.workload}
             functions |= {step: partial(later[step], ids=ids) for step in steps if step in later}
     stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), functions[step]) for step in steps}
-    return stages, ppo_plan.earlier_models(chain.output_dir, planned)
+    return stages, earlier_models(chain.output_dir, planned)
 
 
 def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:

@@ -9,7 +9,7 @@ from rlhf.chain.options import ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.launch.failure_summary import on_every_host
 from rlhf.storage.manifests import MANIFEST, planned_start
-from step3_ppo.inputs import inputs
+from step3_ppo.resolved import inputs
 
 
 def needed(chain: ChainConfig) -> tuple[int, ...]:

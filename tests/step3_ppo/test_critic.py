@@ -11,12 +11,12 @@ from transformers import AutoConfig
 
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
-from step3_ppo import critic, stage
+from step3_ppo import resolved, stage
 from step3_ppo.algorithms import ppo
-from step3_ppo.critic import choose
-from step3_ppo.inputs import check, inputs, with_inputs
+from step3_ppo.inputs import check
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
+from step3_ppo.resolved import choose_critic, describe_critic, inputs, resolve_models
 from tests.rlhf.rewards.responses import other_tokenizer, reward_model
 from tests.support import tiny
 
@@ -60,10 +60,10 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     option = option and option.replace("{folder}", str(folder))
     config = config_of(folder, reward_model=str(folder / reward), critic_model=option)
     check(config)
-    models = with_inputs(config)
+    models = resolve_models(config).config
     [planned] = [model for model in workload(config, "cpu", {}).models if model.role == "critic"]
     assert planned.model_path == str(folder / start)
-    line = critic.describe(option, models)
+    line = describe_critic(option, models)
     assert line.startswith(f"the critic starts from '{folder / start}'") and reason in line
 
 
@@ -73,7 +73,9 @@ def test_before_the_earlier_stages_run_the_critic_starts_from_the_same_model(
 ) -> None:
     """Policy and reward model are then what the earlier stages start from."""
     chosen: list[str] = []
-    monkeypatch.setattr(critic, "choose", lambda option, models: chosen.append(choose(option, models)) or chosen[-1])
+    monkeypatch.setattr(
+        resolved, "choose_critic", lambda option, models: chosen.append(choose_critic(option, models)) or chosen[-1]
+    )
     config = config_of(folder, actor_model=None, reward_model=None)
     check(config, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
     assert chosen == [{"same": str(folder / "same"), "policy": "policy"}[start]]
@@ -90,7 +92,7 @@ def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
     config = config_of(folder, reward_model=str(folder / "other"), seed=5)
     tokenizer, _ = check(config)
     with tiny.one_rank():
-        models = set_up(with_inputs(config), tokenizer)
+        models = set_up(resolve_models(config).config, tokenizer)
     assert models.critic is not None
     actor, copied = models.actor.module.lm.model.state_dict(), models.critic.module.backbone.state_dict()
     assert all(torch.equal(weight, copied[name]) for name, weight in actor.items())

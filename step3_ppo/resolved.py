@@ -1,0 +1,159 @@
+"""Which models step 3 starts from, and why: one answer for the checks, loading, the plan and the model cards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhf import plugins, rewards
+from rlhf.errors import UserError
+from rlhf.hub.short_names import resolve
+from rlhf.models import virtual_tokens
+from rlhf.storage.manifests import planned_start, resolve_model_path
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
+from step3_ppo import algorithms
+from step3_ppo.config import MAKERS, POLICY, REWARD, SHARED, Step3Config
+
+FOLDERS = {"actor_model": ("actor", "model"), "reward_model": ("model", "critic"), "critic_model": ("critic", "model")}
+"""Folders of an earlier stage that may hold each model, by option."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The models that step 3 starts from, by option: actor_model, reward_model, critic_model; those that are needed."""
+
+    config: Step3Config
+    """the options with the path of every model; `critic_model` is what `choose_critic` returns"""
+    paths: Mapping[str, str]
+    """to load each model from, or that of `planned`"""
+    planned: Mapping[str, str]
+    """what an earlier stage of the same command will make, and the model that this stage starts from"""
+
+
+def resolve_models(config: Step3Config, planned: Mapping[str, str] | None = None) -> Resolved:
+    """Find every model, and decide what the critic starts from.
+
+    planned: stages that run before this one, and the model that each starts from, which stands for the stage's output
+    Raises: UserError if a model does not exist, its stage is unfinished, or a named critic reads other ids.
+    """
+    required = inputs(config)
+    starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in required.items()}
+    to_make = {name: path for name, path in starts.items() if path is not None}
+    for name in (name for name in MAKERS if name in required and name not in to_make):
+        if getattr(config, name) is None and not Path(required[name]).is_dir():
+            raise UserError(f"{name} not found at {required[name]}; {_cure(name, config)}")
+    paths = {name: resolve_model_path(to_make.get(name, path), *FOLDERS[name]) for name, path in required.items()}
+    models = config.model_copy(update=paths)
+    if needs_critic(config):
+        models = models.model_copy(update={"critic_model": choose_critic(config.critic_model, models)})
+    return Resolved(models, paths, to_make)
+
+
+def _cure(name: str, config: Step3Config) -> str:
+    """What to do about a model that no option names, and that no stage has made."""
+    cure = f"run {MAKERS[name]} first, or name one with --{name.replace('_', '-')}"
+    if name == "reward_model" and not uses_reward_model(config):
+        cure += f" (--critic-model {POLICY} starts the critic without a reward model)"
+    return cure
+
+
+def inputs(config: Step3Config) -> dict[str, str]:
+    """Paths of the models that this stage starts from. A model that no option names is the output of an earlier
+    stage."""
+    paths = {name: getattr(config, name) or f"{config.output_dir}/{maker}" for name, maker in MAKERS.items()}
+    starts_critic = critic_starts_from_reward_model(config)
+    if starts_critic:
+        paths["critic_model"] = paths["reward_model"]
+    elif needs_critic(config) and config.critic_model not in (POLICY, SHARED):
+        paths["critic_model"] = str(config.critic_model)
+    if not starts_critic and not uses_reward_model(config):
+        del paths["reward_model"]
+    return paths
+
+
+def needs_critic(config: Step3Config) -> bool:
+    """Whether the algorithm trains a critic."""
+    return algorithms.load(config).value_loss is not None
+
+
+def critic_starts_from_reward_model(config: Step3Config) -> bool:
+    """Whether there is a critic whose default start is the reward model, or one that is told to start there."""
+    return needs_critic(config) and config.critic_model in (None, REWARD)
+
+
+def uses_reward_model(config: Step3Config) -> bool:
+    """Whether a score source or the judge is the reward model of the run."""
+    specs = (plugins.parse_spec(spec) for spec in source_specs(config))
+    return any(name == "learned" and not options.get("model") for name, options in specs)
+
+
+def source_specs(config: Step3Config) -> list[str]:
+    """The specs of all score sources, the judge included, without weights."""
+    judge = [] if config.judge is None else [config.judge]
+    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
+
+
+def reward_model_paths(config: Step3Config) -> list[str]:
+    """The paths of the reward models that score, the judge included."""
+    parsed = [plugins.parse_spec(spec) for spec in source_specs(config)]
+    paths = [options.get("model") or str(config.reward_model) for name, options in parsed if name == "learned"]
+    return [resolve_model_path(path, "model", "critic") for path in paths]
+
+
+def choose_critic(option: str | None, models: Step3Config) -> str:
+    """What the critic starts from: the word `policy` or `shared`, or the path of a scalar model.
+
+    option: --critic-model; models: the options with the paths of all models, that of the critic included. A critic
+    reads the actor's ids, and has whole weights. So by default it starts from the reward model if that has the same
+    tokenizer and template and no virtual tokens, otherwise from the policy.
+    Raises: UserError if the model that the option names reads other ids, or has virtual tokens.
+    """
+    if option in (POLICY, SHARED):
+        return option
+    path = str(models.critic_model)
+    virtual = virtual_tokens.are_in(resolve(path))
+    if not virtual and _reads_same_ids(models, path):
+        return path
+    if option is None:
+        return POLICY
+    if virtual:
+        raise UserError(
+            f"critic '{path}': got virtual tokens, expected whole weights; add a new value head to the actor's model "
+            f"with --critic-model {POLICY}"
+        )
+    raise UserError(
+        f"critic '{path}': its tokenizer or chat template gives other ids than that of the actor "
+        f"'{models.actor_model}'; expected models of one family: choose another with --critic-model, or add a new "
+        f"value head to the actor's model with --critic-model {POLICY}"
+    )
+
+
+def describe_critic(option: str | None, models: Step3Config) -> str:
+    """A line for the user: what `choose_critic` has chosen, which is `models.critic_model`, and why."""
+    start = f"'{models.critic_model}'"
+    if models.critic_model == SHARED:
+        return "the critic is a new value head on the actor (--critic-model shared)"
+    if models.critic_model == POLICY:
+        start = f"'{models.actor_model}', the policy, with a new value head"
+    if option is not None:
+        reason = f"--critic-model {option}"
+    elif models.critic_model == POLICY:
+        reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template, or virtual tokens"
+    else:
+        reason = "the reward model, with the actor's tokenizer"
+    return f"the critic starts from {start} ({reason})"
+
+
+def _reads_same_ids(models: Step3Config, path: str) -> bool:
+    """Whether the tokenizer and template of the model at `path` give the same ids as the actor's."""
+    actor, other = (
+        prepare_tokenizer(load_tokenizer(resolve(str(model))), models.chat_template, variables)
+        for model, variables in ((models.actor_model, models.chat_template_kwargs), (path, None))
+    )
+    return same_ids(actor, other)
+
+
+def earlier_models(output_dir: str, planned: Mapping[str, str]) -> dict[str, str]:
+    """Paths of the models that this stage takes from earlier stages: the trained models that exist, else `planned`, the
+    models that those stages will start from."""
+    trained = {name: Path(output_dir) / maker / "model" for name, maker in MAKERS.items()}
+    return {**planned, **{name: str(model) for name, model in trained.items() if (model / "config.json").is_file()}}
