@@ -6,7 +6,9 @@ efficiency, which is its gain over that of best-of-n at the same KL. Both also b
 best-of-n then still chooses by the score.
 
 FILE of --variants is a YAML file of `name: options of train.py`, as of benchmarks.ablations. Each variant runs with
-every seed. Its policy gives some responses to each held-out prompt, the SFT model of the same seed many.
+every seed. Its policy gives some responses to each held-out prompt, the SFT model of the same seed many. Variants end
+at different KLs, so they are compared along the straight line of weights from the SFT model to the policy (`rlhf export
+--at`): the efficiency at 1, 2, 3 and 4 nats lies between those of the two policies on the line that are next to it.
 
 Writes NAME.csv (a row for each run), the table in NAME.md, and NAME.svg. Runs that are finished are not repeated.
 """
@@ -15,6 +17,8 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,7 +45,11 @@ from rlhf.errors import UserError
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import mean_interval
 
-NUMBERS = ("kl", "score", "judge", "worth", "judge_worth", "efficiency", "judge_efficiency")
+NATS = (1, 2, 3, 4)
+AT_NATS = tuple(f"efficiency_at_{nats}" for nats in NATS)
+NUMBERS = ("kl", "score", "judge", "worth", "judge_worth", "efficiency", "judge_efficiency", *AT_NATS)
+LINE = (0.25, 0.5, 0.75, 1.0, 1.5)
+"""where on the line, from the SFT model, 0, to the tuned policy, 1"""
 
 
 class Options(CellOptions):
@@ -110,11 +118,34 @@ def measure_start(options: Options, variant: Variant, seed: int) -> None:
 
 
 def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
-    """KL, score, judge's score, worth and efficiency of a tuned policy; NaN: best-of-n has no gain at its KL."""
+    """NUMBERS of a tuned policy, and those on the line to it. NaN: best-of-n has no gain at its KL, or the line does
+    not have the nats."""
+    from rlhf.chain.export import between
+
+    actor, line = Path(ppo.output_dir) / "step3_ppo" / "actor", []
+    for share in LINE:
+        path = actor.with_name(f"at-{share:g}")
+        between(ppo.actor_model, str(actor), share, path)
+        line.append(numbers_of(options, str(path), ppo, seed))
+    tuned = line[LINE.index(1.0)]
+    kls, efficiencies = [each["kl"] for each in line], [each["efficiency"] for each in line]
+    at_nats = (at(nats, kls, efficiencies) for nats in NATS)
+    return tuned | dict(zip(AT_NATS, at_nats, strict=True))
+
+
+def at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """y at x, linear between the first two of the points that have x between them; NaN outside."""
+    for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return float("nan")
+
+
+def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, float]:
+    """KL, score, judge's score, worth and efficiency of a policy; NaN: best-of-n has no gain at its KL."""
     folder = options.folder(seed)
     start = torch.load(folder / "start.pt")
-    actor = str(Path(ppo.output_dir) / "step3_ppo" / "actor")
-    policy = respond(actor, ppo, folder / "prompts.jsonl", options.policy_samples)
+    policy = respond(model, ppo, folder / "prompts.jsonl", options.policy_samples)
     numbers = {name: values.mean().item() for name, values in policy.items()}
     for prefix, by in (("", "score"), ("judge_", "judge")):
         gains = policy[by].mean(1) - start[by].mean(1)
@@ -128,18 +159,19 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
 def with_half_width(values: Sequence[float], digits: int) -> str:
     """Their mean, and with two or more half of its 95 % interval."""
     if len(values) < 2:
-        return f"{fmean(values):.{digits}f}"
+        return f"{values[0]:.{digits}f}" if values else ""
     return f"{fmean(values):.{digits}f} ± {mean_interval(torch.tensor(values)).half_width:.{digits}f}"
 
 
 def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     """Markdown: the mean of each number over the seeds; of the efficiencies with its interval."""
     heads = ["variant", "seeds", "KL", "score", "judge", "worth the best of", "by the judge", "efficiency"]
-    lines = [f"| {' | '.join([*heads, 'by the judge', 'CPU s'])} |", "|---" * (len(heads) + 2) + "|"]
+    heads += ["by the judge", *(f"at {nats} nats" for nats in NATS), "CPU s"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, cells in runs.items():
         columns = {key: [cell.metrics[key] for cell in cells] for key in NUMBERS}
         means = [f"{fmean(columns[key]):.{digits}f}" for key, digits in zip(NUMBERS, (2, 3, 3, 1, 1), strict=False)]
-        shares = [with_half_width(columns[key], 2) for key in NUMBERS[5:]]
+        shares = [with_half_width([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
         seconds = f"{fmean(cell.seconds for cell in cells):.0f}"
         lines.append(f"| {' | '.join([name, str(len(cells)), *means, *shares, seconds])} |")
     return lines

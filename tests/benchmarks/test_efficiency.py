@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import efficiency
 from benchmarks.cells import Cell
+from rlhf.chain import export
 
 START = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 3)
 """the best of 2 of these four has a mean score of 5/6, the best of 3 of 1"""
@@ -27,11 +28,31 @@ def test_a_policy_with_the_scores_of_best_of_2_is_worth_2(tmp_path: Path, monkey
         return {"score": of_best, "judge": of_best - 1.5, "kl": torch.full((3, 2), math.log(2) - 0.5)}
 
     monkeypatch.setattr(efficiency, "respond", respond)
-    numbers = efficiency.measure_policy(options, SimpleNamespace(output_dir="run"), 7)
-    assert asked == [("run/step3_ppo/actor", options.folder(7) / "prompts.jsonl", 16)]
+    numbers = efficiency.numbers_of(options, "policy", SimpleNamespace(), 7)
+    assert asked == [("policy", options.folder(7) / "prompts.jsonl", 16)]
     assert numbers["kl"] == pytest.approx(math.log(2) - 0.5) and numbers["judge"] == pytest.approx(-2 / 3)
     assert numbers["worth"] == pytest.approx(2) and numbers["efficiency"] == pytest.approx(1)
     assert math.isnan(numbers["judge_efficiency"]) and numbers["judge_worth"] == 1.0  # of what best-of-n loses
+
+
+def test_efficiency_at_a_kl_lies_between_the_policies_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a share s of the line has 4 s^2 nats and the efficiency s; the shares around 3 nats have 2.25 and 4."""
+    written: dict[str, float] = {}
+
+    def between(reference: str, policy: str, share: float, out: Path) -> None:
+        assert (reference, policy) == ("sft", "run/step3_ppo/actor")
+        written[str(out)] = share
+
+    def numbers_of(_: object, model: str, *others: object) -> dict[str, float]:
+        return {"kl": 4 * written[model] ** 2, "efficiency": written[model]}
+
+    monkeypatch.setattr(export, "between", between)
+    monkeypatch.setattr(efficiency, "numbers_of", numbers_of)
+    ppo = SimpleNamespace(output_dir="run", actor_model="sft")
+    numbers = efficiency.measure_policy(efficiency.Options(), ppo, 0)
+    assert (numbers["kl"], numbers["efficiency"], numbers["efficiency_at_1"]) == (4.0, 1.0, 0.5)
+    assert numbers["efficiency_at_3"] == pytest.approx(0.75 + 0.25 * 0.75 / 1.75)
+    assert numbers["efficiency_at_4"] == 1.0 and math.isnan(efficiency.at(9.1, [0, 9], [1, 1]))
 
 
 def test_report(tmp_path: Path) -> None:
@@ -40,10 +61,14 @@ def test_report(tmp_path: Path) -> None:
     for seed, share in enumerate((0.5, 0.6, 0.7)):
         options.folder(seed).mkdir(parents=True)
         torch.save({"score": START, "judge": START, "kl": START}, options.folder(seed) / "start.pt")
-        numbers = dict(zip(efficiency.NUMBERS, (2.0 + seed, 0.5, 0.4, 3.0, 2.5, share, 0.9), strict=True))
+        values = (2.0 + seed, 0.5, 0.4, 3.0, 2.5, share, 0.9, share, 1.0, 1.0, math.nan)
+        numbers = dict(zip(efficiency.NUMBERS, values, strict=True))
         cells.append(Cell("some", seed, (), (), (), numbers, 10.0))
     efficiency.report(cells, ["not run", "some"], options)
     table = (tmp_path / "docs" / "efficiency.md").read_text().splitlines()
     # t of 2 degrees of freedom is 4.303: 4.303 * 0.1 / sqrt(3) = 0.248
-    assert table[2:] == ["| some | 3 | 3.00 | 0.500 | 0.400 | 3.0 | 2.5 | 0.60 ± 0.25 | 0.90 ± 0.00 | 10 |"]
-    assert (tmp_path / "docs" / "efficiency.csv").read_text().splitlines()[1] == "some,0,2,0.5,0.4,3,2.5,0.5,0.9,10"
+    [row] = (line.strip("| ").split(" | ") for line in table[2:])
+    assert row[:9] == ["some", "3", "3.00", "0.500", "0.400", "3.0", "2.5", "0.60 ± 0.25", "0.90 ± 0.00"]
+    assert row[9:] == ["0.60 ± 0.25", "1.00 ± 0.00", "1.00 ± 0.00", "", "10"]
+    line = (tmp_path / "docs" / "efficiency.csv").read_text().splitlines()[1]
+    assert line == "some,0,2,0.5,0.4,3,2.5,0.5,0.9,0.5,1,1,nan,10"
