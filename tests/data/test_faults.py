@@ -22,7 +22,6 @@ ROOT = Path(train.__file__).parents[2]
 LIMIT_S = 15
 SMALL = ["--model", "demo-llama", "--batch-size", "2", "--max-length", "48", "--max-prompt-length", "24"]
 ONE_SHARE = ["--data-split", "1,0,0", "--eval-fraction", "0.2"]
-REWARD_SHARE = ["--data-split", "0,1,0", "--eval-fraction", "0.2"]
 """The split is by content: of rows 0 to 19, 4 are held out."""
 
 
