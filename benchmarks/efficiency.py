@@ -121,11 +121,13 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
     """NUMBERS of a tuned policy, and those on the line to it. NaN: best-of-n has no gain at its KL, or the line does
     not have the nats."""
     from rlhf.chain.export import between
+    from rlhf.storage.manifests import resolve_model_path
 
+    reference = resolve_model_path(ppo.actor_model, "model")
     actor, line = Path(ppo.output_dir) / "step3_ppo" / "actor", []
     for share in LINE:
         path = actor.with_name(f"at-{share:g}")
-        between(ppo.actor_model, str(actor), share, path)
+        between(reference, str(actor), share, path)
         line.append(numbers_of(options, str(path), ppo, seed))
     tuned = line[LINE.index(1.0)]
     kls, efficiencies = [each["kl"] for each in line], [each["efficiency"] for each in line]
