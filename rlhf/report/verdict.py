@@ -14,6 +14,9 @@ from rlhf.maths.length_control import win_rate_at_equal_length
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
 from rlhf.report.records import Row, RunRecord, StageRecord, number, read_stage
 
+NEAR = 0.8
+"""of the gain of best-of-n at the same KL; with less a run is told what comes closer (docs/results/efficiency.md)"""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -219,9 +222,11 @@ def _enough(row: Row, metric: str, kl: float) -> str:
         return ""
     more, at_most = "more than " if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
     ratio = _with_half(efficiency, half or 0.0)
+    far = efficiency + (half or 0.0) < NEAR
+    closer = " Half the learning rate and four times the episodes come closer." if far else ""
     return (
         f" Best-of-n before training needs {more}{short(best_of_n.kl(n))} nats for this score; the gain is "
-        f"{at_most}{ratio} of what best-of-n gains at this KL."
+        f"{at_most}{ratio} of what best-of-n gains at this KL.{closer}"
     )
 
 

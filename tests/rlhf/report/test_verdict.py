@@ -24,7 +24,8 @@ from tests.support import recorded_runs
         (
             (2.38, 1.5, 3.0, 1.0, 1.0, 1.0, 0.31),
             "as good as the best of 2.4 before training (between 1.5 and 3); by the judge, no better than one.",
-            "needs 0.287 nats for this score; the gain is 0.310 ± 0.050 of what",
+            "needs 0.287 nats for this score; the gain is 0.310 ± 0.050 of what best-of-n gains at this KL. "
+            "Half the learning rate and four times the episodes come closer.",
         ),
         (
             (64.0, 64.0, 64.0, None, None, None, 1.2),
@@ -50,6 +51,7 @@ def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str,
     assert f"One response is now {worth}" in verdict.sentence
     assert enough in verdict.evidence[-1] and (enough != "") == ("Best-of-n" in verdict.evidence[-1])
     row["eval_best_of"] = 45.5  # whose KL, 2.84, is below that of the run
+    assert ("come closer" in verdict.evidence[-1]) == (numbers[-1] == 0.31)
     assert ("at most" in told().evidence[-1]) == (enough != "")
     del row["eval_best_of"]
     assert "One response" not in (verdict := told()).sentence and "Best-of-n" not in verdict.evidence[-1]
