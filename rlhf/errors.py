@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
 
 from rlhf import streams
 
@@ -30,7 +30,7 @@ def system_error_line(error: OSError) -> str | None:
     return f"{name}: {error.strerror}; {cures[error.errno]}, and run the same command again"
 
 
-def run_as_user(main: Any) -> int:
+def run_as_user(main: Callable[[], int | None]) -> int:
     """Call `main()` and return the exit code of the program.
 
     A user's mistake or an error of the system becomes one line on stderr and exit code 2, Ctrl-C exit code 130. A

@@ -21,19 +21,20 @@ from typing import Any, Protocol, Self, TypeVar, get_args, get_origin, get_type_
 import yaml
 
 from rlhf import errors
-from rlhf.config import suggest, validate
+from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
 from rlhf.errors import UserError
 
-Spec = str | dict[str, Any]
+Spec = str | Tree
 Plugin = TypeVar("Plugin")
+T = TypeVar("T")
 
 
 class Row(Protocol):
     """A plug-in of a table, with the members that a module has."""
 
     Config: type[Any]
-    build: Callable[..., Any]
+    build: Callable[..., object]
 
 
 def names(folder: str) -> list[str]:
@@ -108,7 +109,7 @@ def load_file(path: str) -> ModuleType:
     return module
 
 
-def parse_spec(spec: Spec) -> tuple[str, dict[str, Any]]:
+def parse_spec(spec: Spec) -> tuple[str, Tree]:
     """`lora,r=8,targets=[q,v]` or `{name: lora, r: 8, targets: [q, v]}` as (name, options).
 
     Raises: UserError for an option without `=`, a value that is not YAML, or a mapping without a name.
@@ -149,14 +150,14 @@ def _split(spec: str) -> list[str]:
     return [spec[start + 1 : end] for start, end in itertools.pairwise(cuts)]
 
 
-def _value(spec: str, text: str) -> Any:
+def _value(spec: str, text: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"'{spec}': got '{text}', expected a value such as 8, 0.5, true, text or [a, b]") from None
 
 
-def build(folder: str, spec: Spec, *args: Any) -> Any:
+def build(folder: str, spec: Spec, *args: object) -> Any:
     """`module.build(Config(**options), *args)` of the plug-in that `spec` names.
 
     Raises: UserError on an unknown name, an unknown or bad option, or a file without `Config` and such a `build`.
@@ -164,7 +165,7 @@ def build(folder: str, spec: Spec, *args: Any) -> Any:
     return build_with(folder, parse_spec(spec)[0], options(folder, spec), *args)
 
 
-def build_with(folder: str, name: str, config: Any, *args: Any) -> Any:
+def build_with(folder: str, name: str, config: object, *args: object) -> Any:
     """The same with options that have been read already."""
     module = find(folder, name)
     _require_callable(module, "build", ["config", *(type(arg).__name__ for arg in args)], name)
@@ -180,7 +181,7 @@ def options(folder: str, spec: Spec) -> Any:
     return validate(find(folder, name).Config, values, name if name.endswith(".py") else f"{folder}.{name}")
 
 
-def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
+def conforming(plugin: Plugin, contract: type, source: str) -> Plugin:
     """The plug-in, after a check that it has every member of the Protocol `contract`. source: its name or file.
 
     The methods of a contract are required. Its other members are optional: a missing one is set to the contract's
@@ -202,7 +203,7 @@ def conforming(plugin: Plugin, contract: type[Any], source: str) -> Plugin:
     return plugin
 
 
-def _arguments(hint: Any) -> list[str] | None:
+def _arguments(hint: object) -> list[str] | None:
     """The types of the arguments of `Callable[[...], ...]` or `Callable[[...], ...] | None`; None for another hint."""
     functions = [part for part in (hint, *get_args(hint)) if get_origin(part) is Callable]
     types = get_args(functions[0])[0] if functions else []
@@ -212,7 +213,7 @@ def _arguments(hint: Any) -> list[str] | None:
     ] or None
 
 
-def _require_callable(plugin: Any, name: str, arguments: list[str], source: str) -> None:
+def _require_callable(plugin: object, name: str, arguments: list[str], source: str) -> None:
     kind, expected = type(plugin).__name__, f"expected {name}({', '.join(arguments)})"
     is_module = isinstance(plugin, ModuleType)
     owner = "" if is_module else f"build returned a value of type {kind}, which "
@@ -252,7 +253,7 @@ class CatchUserCode:
         return True
 
 
-def call(file: str, name: str, function: Callable[..., Any], *args: Any) -> Any:
+def call(file: str, name: str, function: Callable[..., T], *args: object) -> T:
     """The result of the function `name` of the user's `file`. Raises: UserError that names the line of an exception."""
     with CatchUserCode() as caught:
         return function(*args)

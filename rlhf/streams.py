@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 NAMES = ("stdout", "stderr")
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
@@ -27,7 +27,7 @@ def ignore_broken_streams(report: bool = True) -> None:
     Characters that the stream cannot encode become '?'. The replaced streams of tests do not change.
     """
     for name in NAMES:
-        stream: Any = getattr(sys, name)
+        stream: TextIO | None = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (it stays open)
         elif isinstance(stream, io.TextIOWrapper):
@@ -67,6 +67,6 @@ class _RobustFile(io.FileIO):
             return len(data)
 
 
-def _raw_files(stream: Any) -> list[_RobustFile]:
+def _raw_files(stream: object) -> list[_RobustFile]:
     raw = getattr(getattr(stream, "buffer", None), "raw", None)
     return [raw] if isinstance(raw, _RobustFile) else []

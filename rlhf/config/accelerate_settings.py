@@ -5,7 +5,6 @@ accelerate passes its options on as variables, whether the user wrote them or no
 """
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
 
 from rlhf.config.deepspeed_json import Setting, Settings
 from rlhf.errors import UserError
@@ -18,7 +17,7 @@ def _offload(device: str) -> bool:
     return device in ("cpu", "nvme")
 
 
-OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ACCELERATE_MIXED_PRECISION": ("dtype", str),
     "ACCELERATE_GRADIENT_CLIPPING": ("max_grad_norm", float),
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", int),

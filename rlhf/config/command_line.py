@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from rlhf.config import foreign_options
 from rlhf.config.mistakes import suggest_options
@@ -13,7 +13,7 @@ NO_VALUE = ("None", "none", "null")
 """words for an option that is not set, where it may be unset"""
 
 
-def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(dotted name, text or list of texts) of each option among the words.
 
     `--name VALUE`, `--name=VALUE`, `--flag`, `--no-flag`, and `--list VALUE VALUE` up to the next option. The last of
@@ -51,7 +51,7 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, Any]]
     yield from _positional(cls, bare)
 
 
-def _positional(cls: type[Config], bare: list[str]) -> Iterator[tuple[str, Any]]:
+def _positional(cls: type[Config], bare: list[str]) -> Iterator[tuple[str, object]]:
     for name in cls.POSITIONAL:
         kind = cls.model_fields[name].annotation
         if bare and _takes_several(kind):
@@ -64,15 +64,15 @@ def _positional(cls: type[Config], bare: list[str]) -> Iterator[tuple[str, Any]]
         raise UserError(f"got '{bare[0]}', expected an option such as --name before each value; see --help")
 
 
-def _is_flag(kind: Any) -> bool:
+def _is_flag(kind: object) -> bool:
     return kind is bool or bool in get_args(kind)
 
 
-def _takes_several(kind: Any) -> bool:
+def _takes_several(kind: object) -> bool:
     return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
 
 
-def _plain(word: str, kind: Any) -> Any:
+def _plain(word: str, kind: object) -> object:
     """A word as a YAML file would have it where pydantic does not convert text: nothing, and a number among choices."""
     allowed = choices(kind)
     for choice in allowed:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf.config.record import Tree
 from rlhf.errors import UserError
 
 
@@ -45,7 +46,7 @@ OFFLOAD = {
 }
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw"}
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+FIXED: dict[str, tuple[tuple[object, ...], str]] = {
     "optimizer.params.adam_w_mode": ((True,), "weight decay is AdamW's here"),
     "optimizer.params.torch_adam": ((True, False), "AdamW is torch's here"),
     "optimizer.params.bias_correction": ((True,), "AdamW corrects its bias here"),
@@ -103,7 +104,7 @@ CURES = {
 """by section that this project does not pass on"""
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def read(path: str | Path) -> Tree:
     """The values of a DeepSpeed JSON by dotted key, without "auto" and sections that are off. Raises: UserError."""
     try:
         tree = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -116,7 +117,7 @@ def read(path: str | Path) -> dict[str, Any]:
     return {key.replace("bfloat16.", "bf16."): value for key, value in _leaves(tree) if value != "auto"}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if not isinstance(value, dict):
@@ -152,7 +153,7 @@ def _add(result: dict[str, Setting], option: str, setting: Setting) -> None:
         raise UserError(f"{other.source} and {setting.source}: expected one value of --{option.replace('_', '-')}")
 
 
-def _options_of(key: str, value: Any, source: str) -> Iterator[tuple[str, Any]]:
+def _options_of(key: str, value: object, source: str) -> Iterator[tuple[str, object]]:
     """(option, value) of each option that a key sets. Raises: UserError if the key is not supported."""
     section = key.partition(".")[0]
     if key in OPTIONS:
@@ -181,12 +182,12 @@ def _options_of(key: str, value: Any, source: str) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{source}: not supported; {CURES.get(section, 'remove it')}")
 
 
-def passed_on(path: str | None, offloaded: Iterable[str] = ()) -> dict[str, Any]:
+def passed_on(path: str | None, offloaded: Iterable[str] = ()) -> Tree:
     """The part of the file that only DeepSpeed knows, as a tree: bucket sizes, overlap, logs.
 
     offloaded: the sections of offloading that are in use (`offload_optimizer`); keys of the others mean nothing
     """
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for key, value in read(path).items() if path else ():
         *sections, name = key.split(".")
         unused = sections[1:] and sections[1].startswith("offload_") and sections[1] not in offloaded

@@ -6,11 +6,11 @@ They are laid over the defaults and under what the user wrote for this project; 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rlhf.config import accelerate_settings, deepspeed_json
 from rlhf.config.deepspeed_json import Setting, Settings
 from rlhf.config.parser import Config, peek
+from rlhf.config.record import Tree
 from rlhf.errors import UserError
 
 CONFIG = "deepspeed-config"
@@ -65,7 +65,7 @@ def read(argv: Sequence[str], section: str = "", environment: Mapping[str, str] 
     return result
 
 
-def values(settings: Settings, cls: type[Config]) -> dict[str, Any]:
+def values(settings: Settings, cls: type[Config]) -> Tree:
     """The settings of options that the class has, by option."""
     return {name: setting.value for name, setting in _own(settings, cls)}
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 
 from rlhf.config import foreign_options
-from rlhf.config.record import Config, option_names, record_in
+from rlhf.config.record import Config, Tree, option_names, record_in
 from rlhf.errors import UserError
 
 C = TypeVar("C", bound=Config)
@@ -57,7 +57,7 @@ def suggest_options(name: str, names: Sequence[str]) -> str:
     return suggest(name, names).replace("'", "'--", 1)
 
 
-def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
+def validate(cls: type[C], values: Tree, source: str) -> C:
     """Build `cls` from plain values. Raises: UserError with `source`, and the path and cure of every mistake."""
     mistakes = mistakes_in(cls, values)
     if mistakes:
@@ -65,7 +65,7 @@ def validate(cls: type[C], values: dict[str, Any], source: str) -> C:
     return cls.model_validate(values)
 
 
-def refused(cls: type[Config], values: dict[str, Any]) -> set[str]:
+def refused(cls: type[Config], values: Tree) -> set[str]:
     """The options among plain values that `cls` does not have, or whose value it refuses."""
     try:
         cls.model_validate(values)
@@ -89,7 +89,7 @@ def foreign_or_similar_key(cls: type[Config], path: list[str]) -> str:
     return foreign_options.answer(".".join(path).replace("_", "-"), [*option_names(cls)]) or similar_key(cls, path)
 
 
-def mistakes_in(cls: type[Config], values: dict[str, Any], cure: Cure = similar_key) -> list[Mistake]:
+def mistakes_in(cls: type[Config], values: Tree, cure: Cure = similar_key) -> list[Mistake]:
     """The mistakes in plain values."""
     try:
         cls.model_validate(values)

@@ -6,14 +6,14 @@ Importing this module must not import torch, so that `--help` and an error for a
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from rlhf.config import command_line
 from rlhf.config.mistakes import Mistake, foreign_or_similar_key, mistakes_in
-from rlhf.config.record import Config
+from rlhf.config.record import Config, Tree
 from rlhf.config.secrets import refuse_secrets
 from rlhf.config.short_help import full_help
 from rlhf.config.yaml_files import is_utf8, read_yaml
@@ -22,7 +22,6 @@ from rlhf.errors import UserError
 C = TypeVar("C", bound=Config)
 PRINT_OPTIONS = {"--print-config", "--changed"}
 COMMAND_LINE = "command line"
-Tree = dict[str, Any]
 Origins = Mapping[str, str]
 """by dotted name of an option that is set, `ppo.kl_coef`: the file that sets it, or COMMAND_LINE"""
 
@@ -54,7 +53,7 @@ def merge(base: Tree, override: Tree) -> Tree:
     return merged
 
 
-def leaves(tree: Tree, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def leaves(tree: Tree, prefix: str = "") -> Iterable[tuple[str, object]]:
     """(dotted name, value) of each value of a tree."""
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -152,9 +151,9 @@ def peek(argv: Sequence[str], option: str, default: str) -> str:
     option: in the spelling of the command line, `ppo.algorithm` or `output-dir`
     """
     files, arguments = split_config_files(argv)
-    value: Any = default
+    value: object = default
     for path in files:
-        values: Any = read_yaml(path)
+        values: object = read_yaml(path)
         for key in option.replace("-", "_").split("."):
             values = values.get(key) if isinstance(values, dict) else None
         value = value if values is None else values

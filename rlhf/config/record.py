@@ -6,6 +6,10 @@ from typing import Any, ClassVar, Literal, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
+Tree = dict[str, Any]
+"""What a YAML or JSON file has by key: options, settings of another library, a manifest, a report, a row of JSON lines.
+Its values are open, because the file decides them: who reads a key knows or checks what is there."""
+
 
 class Config(BaseModel):
     """Base of every configuration: frozen, and an unknown key is an error."""
@@ -24,7 +28,7 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_value_is_a_list(cls, values: Any) -> Any:
+    def _one_value_is_a_list(cls, values: object) -> object:
         """`data_path: pairs.jsonl` in a file means a list of one path, as on the command line."""
         if not isinstance(values, dict):
             return values
@@ -32,7 +36,7 @@ class Config(BaseModel):
         return {n: [v] if n in lists and isinstance(v, str | int | float) else v for n, v in values.items()}
 
     @classmethod
-    def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
+    def adopt(cls, values: Tree, source: object) -> Tree:
         """The plain values of a file, without those that a section leaves out."""
         adopted = dict(values)
         for name, field in cls.model_fields.items():
@@ -47,7 +51,7 @@ class Config(BaseModel):
         return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
 
 
-def is_record(annotation: Any) -> TypeGuard[type[Config]]:
+def is_record(annotation: object) -> TypeGuard[type[Config]]:
     """Whether an option is a section."""
     return isinstance(annotation, type) and issubclass(annotation, Config)
 
@@ -67,20 +71,20 @@ def option_names(cls: type[Config]) -> Iterator[str]:
     return (name.replace("_", "-") for name, _ in options(cls))
 
 
-def record_in(annotation: Any) -> type[Config] | None:
+def record_in(annotation: object) -> type[Config] | None:
     """The record in an annotation: `Inner` for `Inner`, `Inner | None` and `tuple[Inner, ...]`; else None."""
     if is_record(annotation):
         return annotation
     return next(filter(None, map(record_in, get_args(annotation))), None)
 
 
-def is_list(annotation: Any) -> bool:
+def is_list(annotation: object) -> bool:
     """Whether an option takes any number of values: `tuple[str, ...]`, or that or None."""
     kinds = {*get_args(annotation)} - {type(None)} if type(None) in get_args(annotation) else {annotation}
     return all(get_origin(kind) is tuple and get_args(kind)[1:] == (...,) for kind in kinds)
 
 
-def choices(annotation: Any) -> tuple[Any, ...]:
+def choices(annotation: object) -> tuple[object, ...]:
     """The values of a Literal, also in a union or in a tuple; none for another annotation."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)

@@ -25,7 +25,7 @@ name."""
 MASK = "***"
 
 
-def refuse_secrets(options: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> None:
+def refuse_secrets(options: Mapping[str, object], environment: Mapping[str, str] = os.environ) -> None:
     """Raises: UserError that names the option, without its value."""
     secrets = _values(environment)
     for name, text in _texts(options, ""):
@@ -36,7 +36,7 @@ def refuse_secrets(options: Mapping[str, Any], environment: Mapping[str, str] = 
             )
 
 
-def masked(value: Any, environment: Mapping[str, str] = os.environ) -> Any:
+def masked(value: object, environment: Mapping[str, str] = os.environ) -> Any:
     """Nested options with MASK in place of each text that `refuse_secrets` would refuse: options made in Python were
     not refused."""
     if isinstance(value, Mapping):
@@ -54,7 +54,7 @@ def _is_secret(text: str, secrets: set[str]) -> bool:
     return bool(SECRET_PATTERNS.search(text)) or any(secret in text for secret in secrets)
 
 
-def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str) -> Iterator[tuple[str, str]]:
     """(dotted name, text) of every text in nested options."""
     if isinstance(value, str):
         yield name, value

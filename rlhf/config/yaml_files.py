@@ -4,10 +4,10 @@ import copy
 import functools
 import itertools
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from rlhf.config.record import Tree
 from rlhf.errors import UserError
 from rlhf.shipped import config_file
 
@@ -18,21 +18,21 @@ MAX_VALUES = 100_000
 class _Loader(yaml.SafeLoader):
     """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
 
-    def get_single_node(self) -> Any:
+    def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None and _values(node, {}) > MAX_VALUES:
             problem = f"with its aliases expanded it has more than {MAX_VALUES} values"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
-    def construct_scalar(self, node: Any) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text = super().construct_scalar(node)
         if "\0" in str(text) or not is_utf8(str(text)):
             problem = f"got {text[:40]!a}, expected text that a file or a path can have"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return text
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         names: set[str] = set()
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _values(node: Any, counts: dict[int, float]) -> float:
+def _values(node: object, counts: dict[int, float]) -> float:
     """The number of values of a node with every alias expanded; infinite for a node that contains itself."""
     if id(node) not in counts:
         counts[id(node)] = float("inf")
@@ -53,12 +53,12 @@ def _values(node: Any, counts: dict[int, float]) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> object:
     """A chain reads each of its files several times, and PyYAML's parser is in Python."""
     return yaml.load(text, _Loader) or {}
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> Tree:
     """One YAML mapping. Keys may be written with hyphens.
 
     Raises: UserError with the path, and the line of a syntax mistake.
@@ -79,7 +79,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return _underscored(values)
 
 
-def _underscored(values: dict[Any, Any]) -> dict[str, Any]:
+def _underscored(values: dict[object, object]) -> Tree:
     return {
         str(key).replace("-", "_"): _underscored(value) if isinstance(value, dict) else value
         for key, value in values.items()
