@@ -5,12 +5,17 @@ A mask is True where a token is real (or counts). It is created together with th
 derived from ids, because OPT and many other models use one id for BOS, EOS and padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from rlhf.config import Tree
+
+Record = dict[str, Any]
+"""column -> value, of one line of a user's file or one row of a table. The file decides what a column holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class Message:
 
     role: str
     content: str
-    keys: dict[str, Any] = field(default_factory=dict, hash=False)
+    keys: Tree = field(default_factory=dict, hash=False)
     """what else a chat template renders of it: reasoning_content, tool_calls, ..."""
     learned: bool = True
     """False: an assistant turn that is context, and no loss counts on it"""
@@ -41,12 +46,12 @@ class Row:
     response: str | None = None
     rejected: str | None = None
     group: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: Record = field(default_factory=dict)
     ranking: str = ""
-    variables: dict[str, Any] = field(default_factory=dict)
-    response_keys: dict[str, Any] = field(default_factory=dict)
+    variables: Tree = field(default_factory=dict)
+    response_keys: Tree = field(default_factory=dict)
     """`Message.keys` of the response"""
-    rejected_keys: dict[str, Any] = field(default_factory=dict)
+    rejected_keys: Tree = field(default_factory=dict)
     weight: float = 1.0
     """of the row in the loss, at least 0; with 0 it serves as a prompt only"""
     location: str = field(default="", compare=False)
@@ -88,7 +93,7 @@ class TensorRecord:
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))  # type: ignore[arg-type]  # every subclass is a dataclass
 
-    def __getitem__(self, index: Any) -> Self:
+    def __getitem__(self, index: slice | Tensor) -> Self:
         """The rows of `index`: a slice, or a LongTensor [b] of row numbers."""
         return self._map(lambda value: _rows(value, index))
 
@@ -101,18 +106,18 @@ class TensorRecord:
         columns = {f.name: [getattr(record, f.name) for record in records] for f in fields(cls)}  # type: ignore[arg-type]  # as above
         return cls(**{name: _concatenated(values) for name, values in columns.items()})
 
-    def _map(self, change: Any) -> Self:
+    def _map(self, change: Callable[[object], object]) -> Self:
         changes = {f.name: change(getattr(self, f.name)) for f in fields(self)}  # type: ignore[arg-type]  # as above
         return replace(self, **changes)  # type: ignore[type-var]  # as above
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _moved(value: object, device: torch.device | str) -> Any:
     if isinstance(value, TensorRecord):
         return value.to(device)
     return to_device(value, device) if isinstance(value, Tensor) else value
 
 
-def _rows(value: Any, index: Any) -> Any:
+def _rows(value: Any, index: slice | Tensor) -> Any:
     if value is None or isinstance(value, Tensor | TensorRecord):
         return None if value is None else value[index]
     if isinstance(index, slice):

@@ -85,7 +85,7 @@ def measure(
 def _read(path: Path, first: Tensor, k: int) -> Tensor | None:
     """The scores in the file, if there are K of them, and the first ones are still the same: then the seed, the policy
     and what scores it are."""
-    rows = collectives.gather_objects(disk.json_lines(path) if collectives.is_main() else None)[0]
+    rows = collectives.gather_objects(disk.json_lines(path) if collectives.is_main() else [])[0]
     columns = [[row.get(name, [None]) for row in rows] for name in COLUMNS[: len(first)]]
     same = [[scores[0] for scores in column] for column in columns] == first.tolist()
     return torch.tensor(columns) if same and {len(scores) for column in columns for scores in column} == {k} else None

@@ -2,16 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from rlhf.errors import UserError
 from rlhf.text.messages import require_text
-from rlhf.types import Row
+from rlhf.types import Record, Row
 
 Phase = Literal["sft", "reward", "ppo"]
-
-Record = dict[str, Any]
-"""column -> value, of one line of a file or one row of a table"""
 
 
 class Unusable(Exception):

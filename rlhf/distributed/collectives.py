@@ -133,7 +133,7 @@ def leads_replica() -> bool:
     return rank() % ranks_per_replica() == 0
 
 
-def replica_group() -> Any:
+def replica_group() -> dist.ProcessGroup:
     """The process group of the ranks with the same rows as this one. All ranks must call it."""
     groups = [
         dist.new_group(range(first, first + ranks_per_replica()))
@@ -179,12 +179,12 @@ def broadcast(tensor: Tensor, source: int) -> None:
         dist.broadcast(tensor, source)
 
 
-def broadcast_in_replica(value: Any) -> Any:
+def broadcast_in_replica(value: T) -> T:
     """The `value` of the first of the ranks with the same rows as this one."""
     return value if ranks_per_replica() == 1 else gather_objects(value)[rank() - rank() % ranks_per_replica()]
 
 
-def gather_replicas(value: Any) -> list[Any]:
+def gather_replicas(value: T) -> list[T]:
     """The `value` of the first rank of each replica, in the order of `dp_rank`, on every rank."""
     return gather_objects(value)[:: ranks_per_replica()]
 
@@ -195,7 +195,7 @@ def of_all_ranks(values: Sequence[T]) -> list[T]:
     return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
-def gather_objects(value: Any, group: Any = None) -> list[Any]:
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank, in rank order, on every rank. group: of all ranks; None: the default process group"""
     if world_size() == 1:
         return [value]
@@ -204,7 +204,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def group_for_threads(timeout_s: float) -> Any:
+def group_for_threads(timeout_s: float) -> dist.ProcessGroup | None:
     """All ranks once more, for threads: what they gather there does not mix with what the ranks do meanwhile. Every
     rank calls this together."""
     timeout = datetime.timedelta(seconds=timeout_s)

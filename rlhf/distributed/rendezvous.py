@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from rlhf.config import Tree
 from rlhf.config.options import RunOptions
 from rlhf.distributed import addresses
 from rlhf.errors import UserError
@@ -135,7 +135,7 @@ class RankCheck:
     size: int
 
     def require_agreement(
-        self, name: str, own_value: Any, seconds: float, judge: Callable[[Mapping[int, Any]], str | None]
+        self, name: str, own_value: Tree, seconds: float, judge: Callable[[Mapping[int, Tree]], str | None]
     ) -> None:
         """Rank 0 judges the values of the ranks that arrive within `seconds`; all ranks get its verdict.
 
@@ -159,7 +159,7 @@ class RankCheck:
         if decision is not None:
             raise UserError(decision)
 
-    def _collect(self, name: str, seconds: float) -> dict[int, Any]:
+    def _collect(self, name: str, seconds: float) -> dict[int, Tree]:
         """The value of each rank that arrives in time."""
         missing = set(range(self.size))
 
@@ -232,7 +232,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def describe_differences(values: Mapping[int, Any], size: int) -> str | None:
+def describe_differences(values: Mapping[int, Tree], size: int) -> str | None:
     """An error message: the missing of `size` ranks, else how the first rank that differs from rank 0 does so. None if
     all agree."""
     missing = [rank for rank in range(size) if rank not in values]
@@ -281,7 +281,7 @@ def _format_ranks(ranks: list[int]) -> str:
 # --- one directory
 
 
-def _describe_unshared(values: Mapping[int, Any], directory: Path) -> str | None:
+def _describe_unshared(values: Mapping[int, Tree], directory: Path) -> str | None:
     if values[0]["trouble"]:
         return f"--output-dir {directory}: {values[0]['trouble']}; name another"
     hosts = list(dict.fromkeys(value["host"] for value in values.values() if not value["seen"]))

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 
 CHUNK = 2**17
 """squares that a CPU sums in fp32; for 28 million, the size of an embedding, the error would be 5e-4"""
 
 
-def autotp_settings(size: int) -> dict[str, Any]:
+def autotp_settings(size: int) -> Tree:
     """DeepSpeed's section for `size` ranks that share a model; empty for 1.
 
     The head is not split: log-probs need the logits of the whole vocabulary on every rank.
@@ -103,11 +104,11 @@ def _squares(gradients: list[Tensor]) -> Tensor:
     return torch.stack(norms).double().square().sum()
 
 
-def _split(weight: Tensor) -> dict[str, Any] | None:
+def _split(weight: Tensor) -> Tree | None:
     """How a weight is split; None = it is not."""
     layout = _layout(weight)
     return None if layout is None or layout["partition_dim"] is None else layout
 
 
-def _layout(weight: Tensor) -> dict[str, Any] | None:
+def _layout(weight: Tensor) -> Tree | None:
     return getattr(weight, "ds_autotp_universal_checkpoint_meta", None)

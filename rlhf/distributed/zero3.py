@@ -3,16 +3,20 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.types import Sequences
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-def zero3_config(offload: dict[str, Any] | None) -> dict[str, Any]:
+
+def zero3_config(offload: Tree | None) -> Tree:
     """DeepSpeed's section for ZeRO-3. offload: where shards are stored between uses, None = on the device.
 
     The threshold of 0 also shards small weights. Otherwise these stay whole; in tests all weights are small.
@@ -26,7 +30,7 @@ class Shards:
     """How to build a model so that no rank ever holds all its weights."""
 
     dtype: torch.dtype
-    offload: dict[str, Any] | None
+    offload: Tree | None
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -40,7 +44,7 @@ class Shards:
 
 
 @contextlib.contextmanager
-def _announced(settings: dict[str, Any]) -> Iterator[None]:
+def _announced(settings: Tree) -> Iterator[None]:
     """A context in which transformers and peft know that weights are sharded, by DeepSpeed's configuration."""
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -63,7 +67,7 @@ def library_support(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def deepspeed_settings(dtype: torch.dtype, micro_batch_size: int = 1) -> dict[str, Any]:
+def deepspeed_settings(dtype: torch.dtype, micro_batch_size: int = 1) -> Tree:
     """DeepSpeed's configuration of any model that computes in `dtype`.
 
     Gradients are summed over micro-batches and ranks in fp32. Summing 1,024 rows in bf16 would give a relative error of
@@ -110,7 +114,7 @@ def gather_weights(weights: Iterable[Tensor], changed: bool = False) -> Iterator
 
 
 @contextlib.contextmanager
-def gather_model(offload: Any) -> Iterator[None]:
+def gather_model(offload: "DeepSpeedZeRoOffload") -> Iterator[None]:
     """A context in which all weights of a model under ZeRO-3 are whole on every rank, and its hooks are removed.
 
     With the hooks, each forward pass would gather the weights again (generation would be 10 times slower), and ranks
@@ -129,7 +133,7 @@ def gather_model(offload: Any) -> Iterator[None]:
             offload._register_deepspeed_module(model)
 
 
-def _reset(offload: Any) -> None:
+def _reset(offload: "DeepSpeedZeRoOffload") -> None:
     offload.get_param_coordinator().reset_step()
 
 
@@ -140,7 +144,7 @@ class SynchronizedPasses:
     passes until the last rank has left. Other collectives must not run inside.
     """
 
-    def __init__(self, offload: Any, inner: nn.Module | None) -> None:
+    def __init__(self, offload: "DeepSpeedZeRoOffload", inner: nn.Module | None) -> None:
         """offload: the ZeRO-3 object of a DeepSpeed engine. inner: the part of the model that is also called directly,
         the language model in a policy, by generation."""
         self._offload, self._model, self._inner = offload, offload.module, inner
@@ -172,22 +176,22 @@ class SynchronizedPasses:
                 _reset(self._offload)
                 self._inner(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
 
-    def _begin(self, *_: Any) -> None:
+    def _begin(self, *_: object) -> None:
         self._inside = True
         _passes([1, 0])
         self._gather_on_access(True)
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *_: object) -> None:
         self._inside = False
         self._gather_on_access(False)
 
-    def _begin_inner(self, *_: Any) -> None:
+    def _begin_inner(self, *_: object) -> None:
         if not self._inside:
             _passes([0, 1])
             _reset(self._offload)  # as a pass of the whole model does
             self._gather_on_access(True)
 
-    def _end_inner(self, *_: Any) -> None:
+    def _end_inner(self, *_: object) -> None:
         if not self._inside:
             self._gather_on_access(False)
 

@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from huggingface_hub import metadata_load, try_to_load_from_cache
 
+from rlhf.config import Tree
 from rlhf.hub.short_names import resolve
 
 TAG = "rlhf-pipeline"
@@ -34,7 +35,7 @@ class BaseModel:
     """hub ids of the data of the earlier stages that made it"""
 
 
-def card_metadata(path: str, kind: Literal["model", "dataset"]) -> Mapping[str, Any]:
+def card_metadata(path: str, kind: Literal["model", "dataset"]) -> Tree:
     """The metadata of the card in a directory, or in the hub's cache for OWNER/NAME; empty if it cannot be read."""
     file = Path(path).expanduser() / "README.md"
     if not file.parent.is_dir() and HUB_ID.fullmatch(path):
@@ -48,7 +49,7 @@ def card_metadata(path: str, kind: Literal["model", "dataset"]) -> Mapping[str, 
     return {}
 
 
-def licence_of(metadata: Mapping[str, Any]) -> str | None:
+def licence_of(metadata: Mapping[str, object]) -> str | None:
     """The licence of a card; None if it names none, or several."""
     licence = metadata.get("license")
     return licence if isinstance(licence, str) and LICENCE.fullmatch(licence) else None

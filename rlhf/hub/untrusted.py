@@ -9,14 +9,15 @@ import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
+from rlhf.config import Tree
 from rlhf.errors import UserError
 
 LOAD_ERRORS = (
@@ -89,13 +90,13 @@ def with_file(path: str, *names: str) -> str:
     return base
 
 
-def refuse_adapter(path: str, model: Any) -> None:
+def refuse_adapter(path: str, model: PreTrainedModel) -> None:
     """Raises: UserError if transformers has loaded an adapter from `path`, for example from the hub."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(f"model '{path}': got an adapter over its weights, expected whole weights; {MERGE}")
 
 
-def refuse_whole_numbers(path: str, model: Any) -> None:
+def refuse_whole_numbers(path: str, model: PreTrainedModel) -> None:
     """Refuse weights of a boolean or integer type, which transformers would convert to floating point.
 
     Raises: UserError naming the first such weight of `model`.
@@ -125,7 +126,7 @@ def _stored_weights(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield name, str(tensor.dtype).removeprefix("torch."), file.name
 
 
-def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, Tree]:
     """The content of the JSON files `names` that exist in `folder`, by name.
 
     Raises: UserError naming the first file that is not a mapping.

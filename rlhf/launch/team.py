@@ -96,7 +96,7 @@ class _Series:
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name, self._count = store, name, 0
 
-    def add(self, value: Any) -> None:
+    def add(self, value: object) -> None:
         self._store.set(f"{self._name}/{self._count}", json.dumps(value))
         self._count += 1
 

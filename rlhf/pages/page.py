@@ -5,7 +5,6 @@ import hashlib
 import re
 import unicodedata
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
@@ -21,14 +20,14 @@ DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """control characters that turn the direction of the text around them"""
 
 
-def render(template: Path, **values: Any) -> str:
+def render(template: Path, **values: object) -> str:
     """The page of a template that extends page.html.jinja."""
     style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     return render_part(template, **values, style=Markup(style), script=Markup(script), policy=policy)
 
 
-def render_part(template: Path, **values: Any) -> str:
+def render_part(template: Path, **values: object) -> str:
     """A template that is no whole page: a picture, a text. Values are escaped for HTML, unless they are Markup."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlhf.config import Tree
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,12 +54,12 @@ def write_text(path: Path, text: str) -> None:
     flush(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a JSON value atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> Any:
     """The value with None for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: json_value(inner) for name, inner in value.items()}
@@ -73,7 +75,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def json_lines(path: Path) -> list[dict[str, Any]]:
+def json_lines(path: Path) -> list[Tree]:
     """The objects of a file with one on each line. Other lines are left out: one that a crash has cut short, or that a
     file system has filled with zeros after a power cut."""
     rows = []

@@ -14,8 +14,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.storage import disk
 
@@ -39,7 +40,7 @@ OPTIONAL_KINDS: Mapping[str, type] = {"data": dict, "user_files": dict, "version
 """entries that a manifest may have"""
 
 
-def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
+def file_digests(stage: Path, folders: list[str]) -> dict[str, Tree]:
     """Size and sha256 of every file in the stage's model folders, by path relative to the stage.
 
     Without the model cards, which people edit.
@@ -49,7 +50,7 @@ def file_digests(stage: Path, folders: list[str]) -> dict[str, dict[str, Any]]:
     return {str(f.relative_to(stage)): digest(f) for f in files}
 
 
-def digest(path: Path) -> dict[str, Any]:
+def digest(path: Path) -> Tree:
     """Size and sha256 of a file."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
@@ -66,23 +67,23 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def content_digest(manifest: Mapping[str, Any]) -> str:
+def content_digest(manifest: Mapping[str, object]) -> str:
     """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout and
     of how a program writes numbers: 20.0 is 20."""
-    return _content_digest(_whole_numbers(dict(manifest)))
+    return _content_digest({name: _whole_numbers(entry) for name, entry in manifest.items()})
 
 
-def is_unchanged(manifest: Mapping[str, Any]) -> bool:
+def is_unchanged(manifest: Mapping[str, object]) -> bool:
     """Whether the content is that of the entry `sha256`. In manifests of before 2026-11-26, 20.0 is not 20."""
     return manifest["sha256"] in (content_digest(manifest), _content_digest(manifest))
 
 
-def _content_digest(manifest: Mapping[str, Any]) -> str:
+def _content_digest(manifest: Mapping[str, object]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _whole_numbers(value: Any) -> Any:
+def _whole_numbers(value: object) -> object:
     """A JSON value, in which every float without a fraction is an int."""
     if isinstance(value, dict):
         return {name: _whole_numbers(entry) for name, entry in value.items()}
@@ -91,7 +92,7 @@ def _whole_numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def faulty_entries(manifest: Any, extra_kinds: Mapping[str, type]) -> str:
+def faulty_entries(manifest: object, extra_kinds: Mapping[str, type]) -> str:
     """The names of entries that are missing or have a wrong type, joined by commas; empty if there are none.
 
     extra_kinds: entries that this kind of manifest has beside `KINDS`
@@ -108,7 +109,7 @@ def faulty_entries(manifest: Any, extra_kinds: Mapping[str, type]) -> str:
     return ", ".join(sorted(faulty))
 
 
-def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
+def write_manifest(path: Path, content: Mapping[str, object]) -> None:
     disk.write_json(path, {**content, "sha256": content_digest(content)})
 
 
@@ -215,7 +216,7 @@ def _is_same_file(file: TextIO, path: Path) -> bool:
         return False
 
 
-def read_manifest(stage: Path) -> dict[str, Any]:
+def read_manifest(stage: Path) -> Tree:
     """The manifest of a finished stage, after a check of every file that it lists.
 
     Raises: UserError if the stage is unfinished, the manifest was changed, or a file is missing or changed.
@@ -235,7 +236,7 @@ def read_manifest(stage: Path) -> dict[str, Any]:
     return manifest
 
 
-def _parse_manifest(path: Path) -> dict[str, Any]:
+def _parse_manifest(path: Path) -> Tree:
     """The manifest in a file, with its checksum verified. Raises: UserError if it is damaged or edited."""
     try:
         manifest = disk.read_json(path)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from rlhf.types import Message, Row
 EMPTY_PROMPT = (Message("user", ""),)
 """what a prompt without messages is replaced by"""
 ANY_PROMPT = Row((Message("user", "x"),))
-NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 REWRITES = "writes an earlier turn otherwise than the model generates it"
 
 
@@ -37,11 +36,11 @@ class Template:
 
     tokenizer: PreTrainedTokenizerBase
 
-    def prompt_text(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+    def prompt_text(self, messages: Sequence[Message], variables: Mapping[str, object] = NO_VARIABLES) -> str:
         """The rendered prompt, with the prefix of a response. No messages count as one empty user message."""
         return render(self.tokenizer, [messages or EMPTY_PROMPT], variables=[variables])[0]
 
-    def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], variables: Mapping[str, object] = NO_VARIABLES) -> list[int]:
         """The ids of the rendered prompt; BOS only if the template writes it. variables: see `Row`.
 
         If a message contains the text of a special token ("</s>"), it is encoded as ordinary text. Only then is the

@@ -46,7 +46,7 @@ class Encoder:
     def encode_many(self, texts: Sequence[str], split: bool) -> list[list[int]]:
         """The ids of each text, unchanged."""
         if not self.tokenizer.is_fast:
-            options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": split, "verbose": False}
+            options: dict[str, bool] = {"add_special_tokens": False, "split_special_tokens": split, "verbose": False}
             return [list(self.tokenizer.encode(text, **options)) if text else [] for text in texts]
         with self._backend(split) as backend:
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -11,10 +11,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.text.rendering import MARK, Unrenderable, render
 from rlhf.text.templates import RESERVED, THOUGHT_KEYS, thought_form, words_of
-from rlhf.types import Message, Row
+from rlhf.types import Message, Record, Row
 
 ROLES = {
     "user": "user",
@@ -74,7 +75,7 @@ def read_message(value: object, location: str) -> Message:
     return Message(standard_role, _text(content, f"{location}.content"), keys, learned)
 
 
-def _keys(value: dict[str, Any], location: str) -> tuple[dict[str, Any], bool]:
+def _keys(value: Tree, location: str) -> tuple[Tree, bool]:
     """(keys for the template, whether the turn counts in the loss)."""
     keys, learned = {}, True
     for key, item in value.items():
@@ -96,14 +97,14 @@ def _text(content: object, location: str) -> str:
     return require_text(content, location)
 
 
-def _calls(value: object, location: str) -> list[dict[str, Any]]:
+def _calls(value: object, location: str) -> list[Tree]:
     """Calls of tools as templates read them: {type, function: {name, arguments}}, with the arguments as an object."""
     if not isinstance(value, list):
         raise UserError(f"{location}: got {short_json(value)}, expected a list of calls")
     return [_call(call, f"{location}[{i}]") for i, call in enumerate(value)]
 
 
-def _call(value: object, location: str) -> dict[str, Any]:
+def _call(value: object, location: str) -> Tree:
     call = read_json(value, location)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -148,7 +149,7 @@ def read_json(value: object, location: str) -> Any:
         raise UserError(f"{location}: got {short_json(value)}, expected JSON") from None
 
 
-def row_variables(columns: dict[str, Any], location: str) -> tuple[dict[str, Any], float]:
+def row_variables(columns: Record, location: str) -> tuple[Tree, float]:
     """(`Row.variables`, `Row.weight`) of the columns tools, chat_template_kwargs and weight, which are removed."""
     variables = read_json(columns.pop(KWARGS, None) or {}, f"{location}: {KWARGS}")
     if not isinstance(variables, dict):

@@ -4,9 +4,8 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from rlhf.config import suggest
+from rlhf.config import Tree, suggest
 from rlhf.errors import UserError
 from rlhf.text.messages import read_message, row_variables
 from rlhf.text.strict_json import DECODER
@@ -47,7 +46,7 @@ def different(lines: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
     return [*first.values()]
 
 
-def format_prompt(prompt: Sequence[Message]) -> str | list[dict[str, Any]]:
+def format_prompt(prompt: Sequence[Message]) -> str | list[Tree]:
     """A prompt as a value of the column `prompt`: the text of a single user message, else the list of messages.
 
     A text that starts with `Human:` would be read as a dialogue, so it is written as a list of messages too.
@@ -86,7 +85,7 @@ def _json_row(line: str, location: str) -> Row:
     return Row(_messages(prompt, location), columns=record, variables=variables, location=location)
 
 
-def _messages(prompt: Any, location: str) -> tuple[Message, ...]:
+def _messages(prompt: object, location: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         if is_transcript(prompt):
             expected = 'its turns as messages, [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]'
@@ -113,7 +112,7 @@ def has_paragraphs(text: str) -> bool:
     return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
-def _content(text: Any, location: str) -> str:
+def _content(text: object, location: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"{location}: got {_short(text)}, expected text")
     try:
@@ -123,6 +122,6 @@ def _content(text: Any, location: str) -> str:
     return text
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -6,11 +6,11 @@ Templates may be untrusted, so only transformers' sandbox renders them.
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.text.templates import THOUGHT_END, THOUGHT_KEYS, thought_form
 from rlhf.types import Message
@@ -37,7 +37,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     dialogues: Sequence[Sequence[Message]],
     add_generation_prompt: bool = True,
-    variables: Sequence[Mapping[str, Any]] = (),
+    variables: Sequence[Mapping[str, object]] = (),
 ) -> list[str]:
     """The text of each dialogue, with or without the prefix of the next response.
 
@@ -56,10 +56,10 @@ def _render(
     tokenizer: PreTrainedTokenizerBase,
     dialogues: Sequence[Sequence[Message]],
     add_generation_prompt: bool,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, object],
 ) -> list[str]:
     dicts = [[message_dict(message, tokenizer) for message in messages] for messages in dialogues]
-    options: dict[str, Any] = {**variables, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+    options: Tree = {**variables, "tokenize": False, "add_generation_prompt": add_generation_prompt}
     try:
         return list(map(str, tokenizer.apply_chat_template(dicts, **options)))
     except RENDER_ERRORS as error:
@@ -71,7 +71,7 @@ def _render(
         raise Unrenderable(message, reason) from None
 
 
-def message_dict(message: Message, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def message_dict(message: Message, tokenizer: PreTrainedTokenizerBase) -> Tree:
     """A message as templates read it, with a thought under each usual name."""
     if not message.keys and THOUGHT_END not in message.content:
         return {"role": message.role, "content": message.content}

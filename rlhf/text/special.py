@@ -42,7 +42,7 @@ class SpecialTokens:
         hidden: T = self._hidden(value)
         return hidden
 
-    def _hidden(self, value: Any) -> Any:
+    def _hidden(self, value: object) -> Any:
         if isinstance(value, str):
             return self.pattern.sub(lambda match: self._masks.get(match[0], match[0]), value)
         if isinstance(value, dict):

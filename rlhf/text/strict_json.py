@@ -2,10 +2,11 @@
 
 import json
 from json import JSONDecoder
-from typing import Any
+
+from rlhf.config import Tree
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, object]]) -> Tree:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jinja2.ext
 import jinja2.nodes
@@ -120,7 +120,7 @@ DATE = "2026-01-01"
 """what a template that asks for the time is told, so that a run is the same on every day"""
 
 
-def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+def with_defaults(template: str, variables: Mapping[str, object]) -> str:
     """The template with a value for each variable that it is not given, and with DATE as the time.
 
     Raises: UserError for a variable that the template does not read.
@@ -141,7 +141,7 @@ def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
     return template if not lines or prefix in template else f"{prefix}{{{{ '' }}}}{template}"
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """A JSON value as an expression of Jinja."""
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
@@ -158,7 +158,7 @@ def _fixed_time() -> str:
     return "{%- macro strftime_now(format) -%}{{ format" + replaced + " }}{%- endmacro %}"
 
 
-def find_template(name: str, tokenizer_template: Any) -> str:
+def find_template(name: str, tokenizer_template: object) -> str:
     """The text of a template. name: 'auto', a name in BUILT_IN ('-' may replace '_'), or a Jinja file.
 
     tokenizer_template: the tokenizer's chat_template, which 'auto' selects; without one it selects human_assistant

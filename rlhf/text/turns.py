@@ -37,7 +37,7 @@ class Altered(Unrenderable):
 def render_turns(
     tokenizer: PreTrainedTokenizerBase,
     dialogues: Sequence[Sequence[Message]],
-    variables: Sequence[Mapping[str, Any]] = (),
+    variables: Sequence[Mapping[str, object]] = (),
     prompts: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
     """(prompt, turn) of each dialogue, whose last message is the assistant's. The turn ends with the template's text.
