@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from peft import BOFTConfig
 from peft.tuners.boft.layer import get_fbd_cuda
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -21,7 +22,7 @@ class BOFT(PeftAdapter):
     """peft would silently use a single factor without its CUDA extension. It reads the elements of its permutations,
     which the plan's models of the meta device do not have."""
 
-    def __init__(self, options: Any, learning_rate: float) -> None:
+    def __init__(self, options: BOFTConfig, learning_rate: float) -> None:
         super().__init__(options, learning_rate)
         if options.boft_n_butterfly_factor > 1 and get_fbd_cuda() is None:
             raise UserError(

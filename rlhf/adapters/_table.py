@@ -28,7 +28,7 @@ class Options(Config):
 class Option:
     """An option by the name that peft gives it. kind: its type, if that is not the default's; limits: as pydantic's"""
 
-    def __init__(self, default: Any, meaning: str, kind: Any = None, **limits: Any) -> None:
+    def __init__(self, default: object, meaning: str, kind: object = None, **limits: Any) -> None:
         self.field = (kind or type(default), Field(default, description=meaning, **limits))
 
 

@@ -57,13 +57,13 @@ def exclude_from_compiling(lm: PreTrainedModel) -> None:
         lm.set_attn_implementation(APART)
 
 
-def _register(name: str, attend: Callable[..., Any]) -> None:
+def _register(name: str, attend: Callable[..., object]) -> None:
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
 @functools.cache
-def _uncompiled_attention() -> Callable[..., Any]:
+def _uncompiled_attention() -> Callable[..., object]:
     return torch.compiler.disable(partial(attention, packed=_attend_rows))  # imports the compiler
 
 

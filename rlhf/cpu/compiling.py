@@ -9,7 +9,6 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,7 +28,7 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(dynamic=True, backend=_compile_or_run_eagerly)
 
 
-def _compile_or_run_eagerly(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+def _compile_or_run_eagerly(module: fx.GraphModule, inputs: list[Tensor]) -> object:
     """Compile a graph of a layer. If torch cannot compile it, it runs eagerly, with one warning.
 
     Other errors are not caught: the compiler uses some of them to request a retry.
@@ -94,7 +93,7 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
 
     newly_compiled, possible = False, True
 
-    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def backend(module: fx.GraphModule, inputs: list[Tensor]) -> object:
         nonlocal newly_compiled
         from torch._inductor.compile_fx import compile_fx
 
@@ -105,7 +104,7 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
 
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
-    def run(*arguments: Any) -> Tensor:
+    def run(*arguments: object) -> Tensor:
         nonlocal newly_compiled, possible
         if possible:
             try:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -139,7 +139,7 @@ def _sorted_products() -> _SortedProducts:
 
 def _join_products(graph: fx.Graph) -> None:
     """Join products with the same input into one product of concatenated weights."""
-    by_states: dict[Any, list[fx.Node]] = {}
+    by_states: dict[fx.node.Argument, list[fx.Node]] = {}
     for node in graph.nodes:
         if str(node.target) in ("rlhf.products", "rlhf.sorted_products"):
             by_states.setdefault(node.args[0], []).append(node)

@@ -4,8 +4,6 @@ Llama 3, Qwen and GLM-4 name several in `generation_config.eos_token_id`, some i
 does not count: the text of a base model ends in another token than a turn of the template, and a default is arbitrary.
 """
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 
@@ -31,6 +29,6 @@ def ignored(lm: PreTrainedModel) -> list[str]:
 
 def _listed(lm: PreTrainedModel) -> list[int]:
     """The lists of the generation config and of the config, each id once."""
-    configs: tuple[Any, ...] = (getattr(lm, "generation_config", None), lm.config)
+    configs: tuple[object, ...] = (getattr(lm, "generation_config", None), lm.config)
     values = [getattr(config, "eos_token_id", None) for config in configs]
     return list(dict.fromkeys(i for ids in values if isinstance(ids, list | tuple) for i in ids))

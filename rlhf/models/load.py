@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf import console, cpu
-from rlhf.config import read_yaml
+from rlhf.config import Tree, read_yaml
 from rlhf.config.options import Quantize
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
@@ -234,7 +234,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: 
     return model
 
 
-def _hide_from(size: int, last: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+def _hide_from(size: int, last: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> object:
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     logits[..., size:] = -torch.inf
     return output
@@ -276,7 +276,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
             model = auto.from_config(config).to(dtype)
     else:
         # Loading into shards does not report missing or misshapen weights, so a model without storage is loaded first.
-        device_map: dict[str, Any] = {} if shards is None else {"device_map": {"": "meta"}}
+        device_map: dict[str, object] = {} if shards is None else {"device_map": {"": "meta"}}
         device_map |= quantized.load_options(quantize, dtype, collectives.local_device())
         options = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
         report = {
@@ -312,7 +312,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
     return model
 
 
-def _refuse_mismatch(path: str, info: dict[str, Any], ignored: re.Pattern[str] | None) -> None:
+def _refuse_mismatch(path: str, info: Tree, ignored: re.Pattern[str] | None) -> None:
     """Raises: UserError if the weights are not exactly those of the architecture, `ignored` names apart."""
     unexpected = [name for name in info["unexpected_keys"] if ignored is None or not ignored.match(name)]
     mismatches = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}

@@ -1,7 +1,6 @@
 """Rows of the embeddings and the head for tokens that a model has not been trained on."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def train(model: PreTrainedModel, ids: Iterable[int]) -> None:
     get_peft_model(model, config, autocast_adapter_dtype=False)
     for weight in trained:  # PEFT freezes whatever is not of its newest adapter
         weight.requires_grad_()
-    wrapper: Any = model.get_output_embeddings()
+    wrapper = model.get_output_embeddings()
     if isinstance(wrapper, TrainableTokensLayer):  # it multiplies by the weight itself, without the layer and its hooks
         for hook in wrapper.get_base_layer()._forward_hooks.values():
             wrapper.register_forward_hook(hook)

@@ -6,7 +6,7 @@ of any length; without one it groups rows of similar length, so that it has litt
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ class Padded:
     slots: Tensor
     """[N] long, the slot of each token"""
 
-    def attend_padded(self, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_padded(self, attend: Callable[..., tuple[Tensor, None]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """`attend(q, k, v, mask)` for every row. q, k, v [1, heads, N, d] -> [1, N, heads, d]"""
         padded = [_Gather.apply(x[0].transpose(0, 1), self.tokens, self.slots, None) for x in (q, k, v)]
         sizes = [rows * width for rows, width, _ in self.groups]
@@ -150,14 +150,16 @@ def _similar(lengths: Tensor) -> Iterator[Tensor]:
 class ModelInputs:
     """Inputs of a causal model for rows, and how to read its output."""
 
-    inputs: dict[str, Any]
+    inputs: Mapping[str, object]
     """the arguments of its forward pass, over [R, W] tokens, on its device"""
     states: Tensor
     """[B, S] long, the index in [R * W] of the state of each token; arbitrary off the mask. On the device of the
     rows"""
 
 
-def model_inputs(model: Any, ids: Tensor, mask: Tensor, cache_states: list[States] | None = None) -> ModelInputs:
+def model_inputs(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache_states: list[States] | None = None
+) -> ModelInputs:
     """Inputs for the tokens under the mask, ids and mask [B, S]: packed if the model supports it, else padded.
 
     ids, mask: on the CPU, or on the device of the model, for which the host then waits
@@ -175,7 +177,7 @@ def model_inputs(model: Any, ids: Tensor, mask: Tensor, cache_states: list[State
     return ModelInputs(inputs, positions.clamp(max=flushed.shape[1] - 1) + row * flushed.shape[1])
 
 
-def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
+def pair_inputs(model: PreTrainedModel, pairs: JoinedPairs) -> ModelInputs:
     """Inputs for pairs in one row each; `states` are those at the ends of both sides, [B, 2]."""
     if packs(model):
         lengths = pairs.ends[:, 1] + 1
@@ -190,14 +192,14 @@ def pair_inputs(model: Any, pairs: JoinedPairs) -> ModelInputs:
     return ModelInputs(inputs, pairs.ends + row * pairs.ids.shape[1])
 
 
-def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, Any]:
+def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, object]:
     # With a mask of four dimensions transformers makes none of its own.
     mask = torch.zeros(1, 1, 1, 1, device=rows.device)
     ids, positions = to_device(ids[None], rows.device), to_device(positions[None], rows.device)
     return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "layout": rows}
 
 
-def packs(model: Any) -> bool:
+def packs(model: PreTrainedModel) -> bool:
     """Whether a model supports packed rows, according to `detect_support`, and still has our attention."""
     return getattr(model, FLAG, False) and cpu.installed(model)
 

@@ -68,7 +68,7 @@ def require_installed(kind: str) -> None:
         )
 
 
-def load_options(kind: Quantize, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def load_options(kind: Quantize, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
     """Arguments of `from_pretrained` that load a model quantised, straight to its device."""
     if kind == "none":
         return {}
@@ -162,7 +162,7 @@ class _Dequantized(nn.Module):
         return dequantized_weight(self._layer[0]).to(self._dtype)
 
 
-def _add_weight(layer: _Dequantized, state: dict[str, Any], prefix: str, _: Any) -> None:
+def _add_weight(layer: _Dequantized, state: dict[str, Tensor], prefix: str, _: object) -> None:
     state[f"{prefix}weight"] = layer.weight.to("cpu")
 
 

@@ -7,11 +7,10 @@ template that writes no end token gets EOS from us; a model made elsewhere has n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import load_config
@@ -49,7 +48,7 @@ class Reading:
 
 def reading_of(path: str, template: Template) -> Reading:
     """How the reward model at `path` reads dialogues of its template."""
-    config: Any = load_config(path)
+    config = load_config(path)
     ending = getattr(config, KEY, None)
     if ending is not None:
         return Reading(tuple(ending))
@@ -91,7 +90,7 @@ def compare(name: str, path: str, model: ScalarModel, reading: Reading, template
     """
     cls, raw = class_of(AutoModelForSequenceClassification, model.backbone.config), load_tokenizer(resolve(path))
     try:
-        ids: Any = raw.apply_chat_template(
+        ids = raw.apply_chat_template(
             [{"role": message.role, "content": message.content} for message in PROBE], return_dict=False
         )
     except RENDER_ERRORS:
@@ -111,7 +110,7 @@ def compare(name: str, path: str, model: ScalarModel, reading: Reading, template
     )
 
 
-def _plain_score(cls: Any, model: ScalarModel, ids: Tensor) -> float:
+def _plain_score(cls: type[PreTrainedModel], model: ScalarModel, ids: Tensor) -> float:
     """The score of one row by a classifier of transformers, which gets our backbone and head in place of its own."""
     with torch.device("meta"):
         classifier = cls(model.backbone.config)

@@ -1,9 +1,8 @@
 """One scalar per token: the reward model reads it at the last token, the critic at every state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -86,7 +85,7 @@ def scores(scalars: Tensor, mask: Tensor) -> Tensor:
     return scalars.gather(1, to_device(ops.last_index(mask)[:, None], scalars.device)).squeeze(1)
 
 
-def score_separately(model: Any, pairs: Pairs) -> PairOutput:
+def score_separately(model: Callable[[Sequences | JoinedPairs], Tensor], pairs: Pairs) -> PairOutput:
     """Both sides of each pair, a row each.
 
     The longer half of all sides is computed first. The sides of a pair differ in length: on HH 10 % of the tokens are
@@ -100,13 +99,13 @@ def score_separately(model: Any, pairs: Pairs) -> PairOutput:
     return PairOutput(side_scores[order].view(2, -1).T, batches)
 
 
-def score_joined(model: Any, pairs: Pairs) -> PairOutput:
+def score_joined(model: Callable[[Sequences | JoinedPairs], Tensor], pairs: Pairs) -> PairOutput:
     """The same, with both sides of a pair in one row; only if `can_join` has shown that the scores are the same."""
     rows = pairs.joined()
     return PairOutput(model(rows), [rows])
 
 
-def score_every_token(model: Any, pairs: Pairs) -> PairOutput:
+def score_every_token(model: Callable[[Sequences | JoinedPairs], Tensor], pairs: Pairs) -> PairOutput:
     """The same, with all sides in one batch of rows, and the score at each of their tokens."""
     sides = pairs.stacked().trimmed()
     scalars = model(sides)

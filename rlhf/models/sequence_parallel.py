@@ -8,6 +8,7 @@ every rank. Rows must be padded on the right: there is no mask, and causal atten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -82,7 +83,7 @@ class Stretch:
         self._size, self._number = collectives.ranks_per_replica(), collectives.rank() % collectives.ranks_per_replica()
         from deepspeed.sequence.layer import DistributedAttention  # einops and an operator, which few runs need
 
-        self._exchanging: Any = DistributedAttention(self._attend_to_all, self._group, scatter_idx=2, gather_idx=1)
+        self._exchanging = DistributedAttention(self._attend_to_all, self._group, scatter_idx=2, gather_idx=1)
         AttentionInterface.register(ATTENTION, self._attend)
         model.set_attn_implementation(ATTENTION)
 
@@ -105,7 +106,7 @@ class Stretch:
         return gathered
 
     def _attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **more: Any
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, **more: object
     ) -> tuple[Tensor, None]:
         """Causal attention over whole rows for a share of the heads. q, k, v [B, heads, L, d] -> [B, L, heads, d]"""
         assert attention_mask is None, "there is no mask over whole rows"
@@ -125,7 +126,7 @@ class _Gathered(torch.autograd.Function):
     summed."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.length, ctx.number = mine.shape[1], torch.distributed.get_rank(group)
         parts = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
         torch.distributed.all_gather(parts, mine.contiguous(), group=group)

@@ -1,6 +1,6 @@
 """Checks before ranks split a model (tensor parallel) or the tokens of its rows (sequence parallel)."""
 
-from typing import Any
+from transformers import PretrainedConfig
 
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
@@ -65,6 +65,6 @@ def _check(subject: str, name: str, size: int, types: tuple[str, ...], path: str
             raise UserError(f"{subject} has {heads} {count}, expected a multiple of {size}")
 
 
-def _has_window(config: Any) -> bool:
+def _has_window(config: PretrainedConfig) -> bool:
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds

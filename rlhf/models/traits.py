@@ -7,23 +7,24 @@ what has moved. Seen in transformers 5.17 to 5.24.
 import inspect
 from typing import Any
 
-from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig
+from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel
 
+Model = PreTrainedModel | type[PreTrainedModel]
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """the argument of a forward pass for the cache: since 5.24, and before"""
 
 
-def has_argument(model: Any, argument: str) -> bool:
+def has_argument(model: Model, argument: str) -> bool:
     """Whether the forward pass of a transformers model, or class, has this argument."""
     return argument in inspect.signature(model.forward).parameters
 
 
-def cache_argument(model: Any) -> str | None:
+def cache_argument(model: Model) -> str | None:
     """The argument of the forward pass of a transformers model, or class, for its cache."""
     return next((name for name in CACHE_ARGUMENTS if has_argument(model, name)), None)
 
 
-def cache_input(model: Any, cache: Cache | None) -> dict[str, Cache | None]:
+def cache_input(model: PreTrainedModel, cache: Cache | None) -> dict[str, Cache | None]:
     """The cache as an input of the forward pass of a model that has one."""
     name = cache_argument(model)
     assert name is not None, f"{type(model).__name__} has no cache"
@@ -36,12 +37,12 @@ def has_attention(config: PretrainedConfig) -> bool:
     return not isinstance(text, PretrainedConfig) or "num_attention_heads" in {*vars(text), *text.attribute_map}
 
 
-def has_key_value_cache(model: Any, config: PretrainedConfig) -> bool:
+def has_key_value_cache(model: Model, config: PretrainedConfig) -> bool:
     """Whether a model, or class, can generate with keys and values: Mamba and its like have a cache without any."""
     return cache_argument(model) is not None and has_attention(config)
 
 
-def class_of(auto: Any, config: PretrainedConfig) -> Any:
+def class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a model of a config's type, of those of an auto class; None: transformers has none."""
     return auto._model_mapping.get(type(config), None)
 

@@ -37,7 +37,7 @@ class Trunk:
         adapter_files.load(self.lm, role, path)
         self._added()
 
-    def create(self, role: str, options: Any) -> None:
+    def create(self, role: str, options: "adapter_files.PeftConfig") -> None:
         """Add a new adapter as `role`. options: of peft"""
         adapter_files.inject(self.lm, role, options)
         self._added()
@@ -95,7 +95,7 @@ class Role(nn.Module):
             self.trunk.lm.train(mode)
         return self
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def forward(self, *args: object, **options: object) -> Any:
         """The pass of the model with the adapter of the role."""
         self.trunk.activate(self.role)
         return super().forward(*args, **options)

@@ -76,7 +76,7 @@ class Tokens:
             named["position_ids"] = torch.cat([first, shifted], dim=1) if with_positions else shifted
         return named
 
-    def remove(self, backbone: Any, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+    def remove(self, backbone: object, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
         """Drop the states of the tokens, from a pass that has them."""
         if self.enabled and named.get("inputs_embeds") is not None:
             output.last_hidden_state = output.last_hidden_state[:, self.count :]
