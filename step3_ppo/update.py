@@ -171,7 +171,8 @@ def update(
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
             all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
-            metrics |= actor.step([*micros, *mixed], step_losses.of_actor, all_indices)
+            both: list[CreditedRollout | Sequences] = [*micros, *mixed]
+            metrics |= actor.step(both, step_losses.of_actor, all_indices)
             if "value_loss" in metrics:
                 metrics["loss"] -= config.vf_coef * metrics["value_loss"]
             metrics = _prefixed("policy", metrics)

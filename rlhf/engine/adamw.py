@@ -18,11 +18,13 @@ MASTER = "weight"
 """the key of the fp32 weight in the optimizer state of a narrower one"""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's, fp32"""
+Group = dict[str, Any]
+"""a parameter group of a torch optimizer: its weights, and the options of their steps"""
 OWN_RATE = "own_rate"
 """the key of a parameter group whose weights have a learning rate of their own"""
 
 
-def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
+def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[Group]:
     """AdamW's parameter groups of weights by name: matrices decay; norms and biases do not, as in transformers.
 
     A bias may be a matrix too: gpt-oss has one row of it for each expert. So a bias is recognised by its name.
@@ -37,7 +39,7 @@ def decay_groups(weights: Mapping[str, Tensor], decay: float) -> list[dict[str, 
     return [group for group in groups if group["params"]]
 
 
-def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+def rate_groups(weights: Mapping[str, Tensor], decay: float, rates: Mapping[str, float]) -> list[Group]:
     """`decay_groups`, and after them a group for each weight in `rates` that has a learning rate of its own."""
     without_rate = {name: w for name, w in weights.items() if name not in rates}
     groups = decay_groups(without_rate, decay) if without_rate else []
@@ -89,7 +91,7 @@ class MasterAdamW(torch.optim.AdamW):
                 if rounded:
                     torch._foreach_copy_(rounded, [self.state[weight][MASTER] for weight in rounded])
 
-    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group) -> None:
         """One step of the master weights of `weights`. gradients: in fp32"""
         if not weights:
             return
@@ -124,7 +126,7 @@ class MasterAdamW(torch.optim.AdamW):
             for weight in group["params"]:
                 self.resume_weight(weight, group, steps if OWN_RATE in group else steps - held)
 
-    def resume_weight(self, weight: Tensor, group: Mapping[str, Any], steps: float) -> None:
+    def resume_weight(self, weight: Tensor, group: Group, steps: float) -> None:
         self.state[weight] |= initial_state(weight, steps)
 
     def unstep(self, weight: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,7 @@ class EMA(WeightsCopy):
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
         """The engine's model with averaged weights on every rank; between steps, inside `inference()` or outside."""
-        trained: list[tuple[str, Any]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         before = _exchange(trained, self._copies)
         try:
             yield
@@ -88,7 +87,7 @@ class EMA(WeightsCopy):
             _exchange(trained, before)
 
 
-def _exchange(trained: list[tuple[str, Any]], values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _exchange(trained: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Set every weight from the `values`, fp32, of the rank that has it; returns the old values of this rank's
     weights."""
     before = {}

@@ -2,30 +2,33 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from rlhf import cpu
+from rlhf.config import Tree
 from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.zero3 import Shards, SynchronizedPasses, deepspeed_settings, gather_model, zero3_config
 from rlhf.models.policy import generator
 from rlhf.models.trunk import prepare_inference
 
+M = TypeVar("M", bound=nn.Module)
 
-class FrozenEngine:
+
+class FrozenEngine(Generic[M]):
     """One model that is not trained. `inference()` is as in `rlhf.engine.training.Engine`.
 
     DeepSpeed supports a model without an optimizer only at stage 0 or 3.
     """
 
-    def __init__(self, model: nn.Module, options: FrozenOptions, dtype: torch.dtype) -> None:
+    def __init__(self, model: M, options: FrozenOptions, dtype: torch.dtype) -> None:
         self.device = collectives.local_device()
         self._options = options
         self._sharded: Any = None
-        self.module: Any = model.requires_grad_(False).eval()
+        self.module: M = model.requires_grad_(False).eval()
         if options.zero_stage == 3:
             import deepspeed
 
@@ -38,7 +41,7 @@ class FrozenEngine:
             cpu.compile_layers(model)
 
     @contextlib.contextmanager
-    def inference(self) -> Iterator[Any]:
+    def inference(self) -> Iterator[M]:
         """The whole model on the device, without gradients; sharded weights are gathered once, or (`gather_whole`
         off) layer by layer in step with the other ranks."""
         prepare_inference(self.module)
@@ -70,5 +73,5 @@ def shards_of(options: FrozenOptions, dtype: torch.dtype) -> Shards | None:
     return Shards(dtype, _offload_device(options)) if options.zero_stage == 3 else None
 
 
-def _offload_device(options: FrozenOptions) -> dict[str, Any] | None:
+def _offload_device(options: FrozenOptions) -> Tree | None:
     return {"device": "cpu"} if options.offload else None

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ class NonFiniteError(ArithmeticError):
     batch: the batch of the last non-finite number; rows: its row numbers in the training data
     """
 
-    def __init__(self, message: str, batch: Any = None, rows: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, batch: object = None, rows: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.batch, self.rows = batch, tuple(rows)
 
@@ -39,7 +38,7 @@ class Tolerance:
         """All numbers were finite."""
         self.in_a_row = 0
 
-    def skip(self, title: str, problems: Sequence[str], rows: Sequence[int], batch: Any) -> None:
+    def skip(self, title: str, problems: Sequence[str], rows: Sequence[int], batch: object) -> None:
         """Count and report a skipped step; every rank calls this together.
 
         title: such as `step 7`; problems: of this rank, such as `loss is nan`; rows: training rows that may cause it
@@ -84,7 +83,7 @@ def save_batch(folder: Path, error: NonFiniteError, tokenizer: PreTrainedTokeniz
 
 
 def _collect(
-    value: Any, path: str, tensors: dict[str, Tensor], texts: list[str], tokenizer: PreTrainedTokenizerBase | None
+    value: object, path: str, tensors: dict[str, Tensor], texts: list[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     """Every tensor of nested records and tuples by its path, and the text of every sequence."""
     if isinstance(value, Tensor):

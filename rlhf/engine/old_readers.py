@@ -6,8 +6,8 @@ a tokenizer class that version 4 does not have, and lists special tokens under a
 """
 
 from pathlib import Path
-from typing import Any
 
+from rlhf.config import Tree
 from rlhf.storage import disk
 
 KEYS = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
@@ -27,17 +27,17 @@ def add_entries(directory: Path) -> None:
         _rewrite(tokenizer, content, _for_tokenizer(content))
 
 
-def _rewrite(file: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _rewrite(file: Path, before: Tree, after: Tree) -> None:
     if after != before:
         disk.write_json(file, after)
 
 
-def _nested(content: dict[str, Any]) -> dict[str, Any]:
+def _nested(content: Tree) -> Tree:
     text = content.get("text_config")
     return {"text_config": text | _rotation(text)} if isinstance(text, dict) else {}
 
 
-def _rotation(config: dict[str, Any]) -> dict[str, Any]:
+def _rotation(config: Tree) -> Tree:
     """The entries for the position encoding of one config."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -51,7 +51,7 @@ def _rotation(config: dict[str, Any]) -> dict[str, Any]:
     return entries | ({part: rope["partial_rotary_factor"]} if "partial_rotary_factor" in rope else {})
 
 
-def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+def _scaling(rope: Tree) -> Tree:
     """`rope_scaling`, where positions are scaled."""
     if rope.get("rope_type", "default") == "default":
         return {}
@@ -59,7 +59,7 @@ def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": own}
 
 
-def _for_tokenizer(content: dict[str, Any]) -> dict[str, Any]:
+def _for_tokenizer(content: Tree) -> Tree:
     after = dict(content)
     if after.get("tokenizer_class") == "TokenizersBackend":
         after["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -6,20 +6,23 @@ So a checkpoint depends neither on the number of ranks nor on the ZeRO stage tha
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from rlhf.distributed.tensor_parallel import full_numel, gather_full, local_part
 from rlhf.distributed.zero3 import is_sharded
-from rlhf.engine.adamw import MOMENTS, OWN_RATE, MasterAdamW, initial_state
+from rlhf.engine.adamw import MOMENTS, OWN_RATE, Group, MasterAdamW, initial_state
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 Named = Sequence[tuple[str, nn.Parameter]]
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """the state of fp16's dynamic loss scale"""
 
 
-def numbers(engine: Any) -> dict[str, float]:
+def numbers(engine: "DeepSpeedEngine") -> dict[str, float]:
     """The optimizer's and the schedule's step counts, and fp16's loss scale.
 
     Weights that never have a gradient count fewer steps, or none: one rank leaves them out, several give them zeros.
@@ -36,7 +39,7 @@ def numbers(engine: Any) -> dict[str, float]:
     return {"adam_steps": steps, "held_steps": held, "schedule_steps": engine.lr_scheduler.last_epoch, **scale}
 
 
-def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
+def tensors(engine: "DeepSpeedEngine", trained: Named) -> Iterator[tuple[str, Tensor]]:
     """`weight:NAME`, `exp_avg:NAME`, `exp_avg_sq:NAME` of every trained weight, whole and in fp32, one after the other.
 
     The same on every rank; all ranks iterate together. Before the first step there are no moments. Optimizers other
@@ -58,13 +61,13 @@ def tensors(engine: Any, trained: Named) -> Iterator[tuple[str, Tensor]]:
             yield f"{moment}:{name}", gather_full(parameter, state)
 
 
-def size(engine: Any, parameter: nn.Parameter) -> int:
+def size(engine: "DeepSpeedEngine", parameter: nn.Parameter) -> int:
     """How many numbers `tensors` has of a weight after a step."""
     count, adam = full_numel(parameter), _adam(engine)
     return count + (adam.state_numbers(parameter) if isinstance(adam, MasterAdamW) else len(MOMENTS) * count)
 
 
-def master(engine: Any, parameter: nn.Parameter) -> Tensor:
+def master(engine: "DeepSpeedEngine", parameter: nn.Parameter) -> Tensor:
     """The whole fp32 master weight of the optimizer. Every rank calls this together."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -73,7 +76,7 @@ def master(engine: Any, parameter: nn.Parameter) -> Tensor:
     return gather_full(parameter, _adam(engine).master(parameter))
 
 
-def set_master(engine: Any, parameter: nn.Parameter, value: Tensor) -> None:
+def set_master(engine: "DeepSpeedEngine", parameter: nn.Parameter, value: Tensor) -> None:
     """Set the master weight, whole or (tensor parallel) this rank's part. The weight of the model is not changed."""
     from deepspeed.utils import safe_set_full_fp32_param
 
@@ -88,7 +91,7 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "_hp_mapping") or is_sharded(parameter)
 
 
-def restore_numbers(engine: Any, saved: dict[str, float]) -> None:
+def restore_numbers(engine: "DeepSpeedEngine", saved: dict[str, float]) -> None:
     """Restore the result of `numbers`; call it before `restore_tensors`."""
     adam = _adam(engine)
     if saved["adam_steps"]:
@@ -112,7 +115,7 @@ def _link_states(zero: Any) -> None:
         zero._lazy_init_hp_params_optimizer_state()
 
 
-def set_schedule(engine: Any, steps: int) -> None:
+def set_schedule(engine: "DeepSpeedEngine", steps: int) -> None:
     """Set the learning rates to those after so many optimizer steps."""
     engine.lr_scheduler.last_epoch = steps - 1
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the optimizer has taken no step yet
@@ -120,7 +123,7 @@ def set_schedule(engine: Any, steps: int) -> None:
 
 
 @contextlib.contextmanager
-def heads_alone(engine: Any) -> Iterator[None]:
+def heads_alone(engine: "DeepSpeedEngine") -> Iterator[None]:
     """Inside, an optimizer step changes only the weights that have a learning rate of their own.
 
     Of the others, whose gradient is 0, AdamW would decay the weights and count a step, so that its correction of the
@@ -143,7 +146,7 @@ def heads_alone(engine: Any) -> Iterator[None]:
     set_schedule(engine, engine.lr_scheduler.last_epoch)
 
 
-def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
+def restore_tensors(engine: "DeepSpeedEngine", trained: Named, saved: Iterable[tuple[str, Tensor]]) -> None:
     """Restore the result of `tensors`, in any order; every rank gets every tensor, whole.
 
     A weight without moments had no gradient yet, as those of a vision tower that text does not pass through.
@@ -172,7 +175,7 @@ def restore_tensors(engine: Any, trained: Named, saved: Iterable[tuple[str, Tens
         adam.unstep(parameters[name])
 
 
-def _set_compute_weight(parameter: Any, value: Tensor) -> None:
+def _set_compute_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """The weight that the forward pass uses, rounded from the master as the optimizer does."""
     import deepspeed
 
@@ -183,18 +186,18 @@ def _set_compute_weight(parameter: Any, value: Tensor) -> None:
         parameter.data.copy_(value)  # rank 0's is used, and all ranks have the same
 
 
-def _adam(engine: Any) -> Any:
+def _adam(engine: "DeepSpeedEngine") -> Any:
     """The torch optimizer inside ZeRO's, or alone."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _loss_scaler(engine: Any) -> Any:
+def _loss_scaler(engine: "DeepSpeedEngine") -> Any:
     """The dynamic loss scaler of fp16; None in other precisions."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None
 
 
-def _weights(engine: Any) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def _weights(engine: "DeepSpeedEngine") -> Iterator[tuple[Group, Tensor]]:
     """The tensors that AdamW updates on this rank, flat shards under ZeRO, each with its parameter group."""
     groups, zero = _adam(engine).param_groups, engine.optimizer
     flat = getattr(zero, "fp32_partitioned_groups_flat", None)

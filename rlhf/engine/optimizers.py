@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.config.options import EngineOptions, Optim, OptimizerOptions, effective_stage
-from rlhf.engine.adamw import MasterAdamW, rate_groups
+from rlhf.engine.adamw import Group, MasterAdamW, rate_groups
 from rlhf.errors import UserError
 from rlhf.models.head import ScoreHead
 
@@ -122,7 +122,7 @@ class LibraryOptimizer(MasterAdamW):
         self._kind, self._outer = kind, outer
         self._libraries: dict[Tensor, torch.optim.Optimizer] = {}
 
-    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], group: Group) -> None:
         """One step of the master weights of `weights`."""
         others = [i for i, weight in enumerate(weights) if not self._is_special(weight)]
         super().update([weights[i] for i in others], [gradients[i] for i in others], group)
@@ -132,7 +132,7 @@ class LibraryOptimizer(MasterAdamW):
                 state["step"] = state.get("step", 0) + 1
                 self._step(weight, gradient, group, group["lr"])
 
-    def _step(self, weight: Tensor, gradient: Tensor, group: Mapping[str, Any], rate: float) -> None:
+    def _step(self, weight: Tensor, gradient: Tensor, group: Group, rate: float) -> None:
         master = self.master(weight)
         if weight not in self._libraries:
             self._libraries[weight] = _library(self._kind, nn.Parameter(master), group)
@@ -145,7 +145,7 @@ class LibraryOptimizer(MasterAdamW):
         if parameter.data_ptr() != master.data_ptr():  # the library has made it contiguous
             master.copy_(parameter.detach())
 
-    def resume_weight(self, weight: Tensor, group: Mapping[str, Any], steps: float) -> None:
+    def resume_weight(self, weight: Tensor, group: Group, steps: float) -> None:
         """A library makes its state in a step: one with a gradient and a rate of 0, which changes no weight."""
         if not self._is_special(weight):
             return super().resume_weight(weight, group, steps)
@@ -175,13 +175,13 @@ class LibraryOptimizer(MasterAdamW):
     def _is_special(self, weight: Tensor) -> bool:
         return is_special(self._kind, weight.shape, id(weight) in self._outer)
 
-    def _state(self, weight: Tensor) -> dict[str, Any]:
+    def _state(self, weight: Tensor) -> dict[str, object]:
         """The library's state of one weight."""
         (state,) = self._libraries[weight].state.values()
         return state
 
 
-def _library(kind: Optim, weight: nn.Parameter, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _library(kind: Optim, weight: nn.Parameter, group: Group) -> torch.optim.Optimizer:
     """Muon's update has the size of AdamW's (arXiv 2502.16982, section 2.2), so AdamW's rates and decay suit it."""
     if kind == "muon":
         decay = group["weight_decay"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf import console, cpu
-from rlhf.config import deepspeed_json, merge
+from rlhf.config import Tree, deepspeed_json, merge
 from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
 from rlhf.distributed.zero3 import (
@@ -37,6 +37,7 @@ from rlhf.models.trunk import prepare_inference
 from rlhf.types import Metrics
 
 M = TypeVar("M", bound=nn.Module)
+B = TypeVar("B")
 BUCKET = 500_000_000
 """gradients that DeepSpeed reduces at once, if there are so many"""
 FP16_SEARCH = 24
@@ -108,19 +109,19 @@ class Engine(Generic[M]):
         self.forward_s = 0.0  # seconds of this rank's forward passes; the reader resets it
 
     @property
-    def module(self) -> Any:
+    def module(self) -> M:
         """The model itself, for generation."""
         return self._engine.module
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> Any:
         """The model's forward pass, with gradients."""
         self._engine.train()
         return self._engine(*args, **options)
 
     def step(
         self,
-        micro_batches: Iterable[Any],
-        loss: Callable[[Any], tuple[Tensor, dict[str, Tensor]]],
+        micro_batches: Iterable[B],
+        loss: Callable[[B], tuple[Tensor, dict[str, Tensor]]],
         rows: Sequence[Sequence[int]] = (),
         learns: Learns = "all",
     ) -> Metrics:
@@ -278,15 +279,13 @@ class Engine(Generic[M]):
             yield
 
 
-def _allow_overflows(optimizer: Any) -> None:
+def _allow_overflows(optimizer: object) -> None:
     """fp16: we count overflows at the minimum loss scale ourselves; DeepSpeed would raise a bare Exception."""
     if hasattr(optimizer, "loss_scaler") and hasattr(optimizer.loss_scaler, "raise_error_at_min_scale"):
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def deepspeed_config(
-    options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int
-) -> dict[str, Any]:
+def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int) -> Tree:
     """The config of DeepSpeed. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
     Without sharding the config has no dtype and no clipping: our optimizer has master weights, and clips. DeepSpeed
@@ -297,7 +296,7 @@ def deepspeed_config(
     """
     stage = effective_stage(options, dtype.itemsize, collectives.world_size())
     plain = stage == 0
-    zero: dict[str, Any] = zero3_config(_param_offload(options)) if stage == 3 else {"stage": stage}
+    zero: Tree = zero3_config(_param_offload(options)) if stage == 3 else {"stage": stage}
     zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
         zero["offload_optimizer"] = _offload_device(options)
@@ -319,11 +318,11 @@ def shards_of(options: EngineOptions) -> Shards | None:
     return Shards(compute_dtype(options, collectives.local_device()), _param_offload(options))
 
 
-def _param_offload(options: EngineOptions) -> dict[str, Any] | None:
+def _param_offload(options: EngineOptions) -> Tree | None:
     return _offload_device(options) if options.offload_param else None
 
 
-def _offload_device(options: EngineOptions) -> dict[str, Any]:
+def _offload_device(options: EngineOptions) -> Tree:
     return {"device": "cpu"} if options.offload_nvme is None else {"device": "nvme", "nvme_path": options.offload_nvme}
 
 

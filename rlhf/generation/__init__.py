@@ -2,7 +2,7 @@
 `Backend`."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ class Backend(Protocol):
         """
 
 
-def options(spec: str, **stage_options: Any) -> BackendOptions:
+def options(spec: str, **stage_options: object) -> BackendOptions:
     """The options of the backend that `spec` names, together with those that the stage sets.
 
     Raises: UserError for an unknown name, an unknown or invalid option, or an option that only the stage may set.
@@ -75,7 +75,7 @@ def options(spec: str, **stage_options: Any) -> BackendOptions:
     return backend_options
 
 
-def open_backend(spec: str, **stage_options: Any) -> Backend:
+def open_backend(spec: str, **stage_options: object) -> Backend:
     """The backend that `spec` names, with every member of the contract.
 
     Raises: UserError as of `options`, or if the backend does not fulfil the contract.

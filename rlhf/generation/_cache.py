@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class StaticLayer(DynamicLayer):
         """Let attention have the first `tokens` tokens of the buffers."""
         self.keys, self.values = (states[:, :, :tokens] for states in self._buffers)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         start = self.get_seq_length()
         self.show(start + key_states.shape[2])
         self.keys[:, :, start:], self.values[:, :, start:] = key_states, value_states
@@ -59,7 +58,7 @@ class MaskedStaticLayer(StaticLayer):
         super().__init__(keys, values, keys.shape[2])
         self._position = position  # long [1], the index of the next token in each layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.keys.index_copy_(2, self._position, key_states)
         self.values.index_copy_(2, self._position, value_states)
         return self.keys, self.values
@@ -97,7 +96,7 @@ def _shapes(states: Sequence[States]) -> list[tuple[int, int]]:
     return [(x.shape[1], x.shape[2]) for layer in states for x in layer]
 
 
-def _kind(states: Sequence[States]) -> Any:
+def _kind(states: Sequence[States]) -> tuple[object, ...]:
     return _shapes(states), states[0][0].dtype, states[0][0].device
 
 

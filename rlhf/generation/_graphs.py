@@ -91,7 +91,7 @@ class HostOperations(TorchDispatchMode):
     first: str = ""
     """the name of the first one; empty: there was none"""
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, op: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if not self.first and needs_host(op, args, kwargs or {}):
             self.first = op.name()
         return op(*args, **(kwargs or {}))
@@ -123,7 +123,7 @@ def signature(model: nn.Module) -> Hashable:
     return tuple(x.data_ptr() for x in tensors), tuple(modules)
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_plain, value.values()))
     if isinstance(value, list | tuple):

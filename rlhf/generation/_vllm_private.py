@@ -1,5 +1,6 @@
 """What vLLM does not document but this backend needs, as in vLLM 0.32.0. test_vllm_itself.py tests it on vLLM."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -42,8 +43,8 @@ def restore_classes(lm: PreTrainedModel) -> None:
             kind.__call__ = _dispatching(theirs)  # type: ignore[method-assign]
 
 
-def _dispatching(theirs: Any) -> Any:
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _dispatching(theirs: Callable[..., object]) -> Callable[..., object]:
+    def call(module: nn.Module, *args: object, **kwargs: object) -> object:
         own = "do_not_compile" not in vars(module)  # vLLM sets it when it makes one
         return nn.Module.__call__(module, *args, **kwargs) if own else theirs(module, *args, **kwargs)
 

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
@@ -30,6 +30,9 @@ from rlhf.models.load import count_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
 
+if TYPE_CHECKING:
+    from vllm import LLM
+
 MIN_TEMPERATURE = 0.01
 """vLLM's lowest temperature; it raises a lower one to this"""
 MAX_LOGPROB_DIFFERENCE = 0.5
@@ -40,8 +43,8 @@ CHECKED_RESPONSES = 4
 DEFAULT_VARIABLES = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 """environment variables that are set if they are not: no usage statistics, and only errors in vLLM's log"""
 
-GPU_OPTIONS: dict[str, Any] = {"enable_sleep_mode": True}
-CPU_OPTIONS: dict[str, Any] = {
+GPU_OPTIONS: dict[str, object] = {"enable_sleep_mode": True}
+CPU_OPTIONS: dict[str, object] = {
     "enforce_eager": True,  # compiling takes longer than a short run
     "enable_chunked_prefill": False,  # after a chunk vLLM takes a seeded draw back, which a CPU's generator cannot
 }
@@ -119,7 +122,7 @@ class VllmBackend:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._engine: Any = None
+        self._engine: LLM | None = None
         self._checked = False
 
     @torch.no_grad()
@@ -150,7 +153,7 @@ class VllmBackend:
             self._engine = None
 
 
-def _start_engine(lm: PreTrainedModel, config: Config) -> Any:
+def _start_engine(lm: PreTrainedModel, config: Config) -> "LLM":
     """An engine for models of the shape of `lm`, with arbitrary weights; on a GPU it sleeps."""
     for name, value in DEFAULT_VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -201,7 +204,7 @@ def sleeps(lm: PreTrainedModel) -> bool:
 
 
 @contextlib.contextmanager
-def _awake_engine(engine: Any, lm: PreTrainedModel, config: Config) -> Iterator[None]:
+def _awake_engine(engine: "LLM", lm: PreTrainedModel, config: Config) -> Iterator[None]:
     """A context in which the engine has its memory and the current weights of `lm`."""
     try:
         if sleeps(lm):

@@ -145,7 +145,7 @@ def _dangerous(samples: Samples) -> Tensor:
     return torch.tensor([_is_true(row.columns.get("is_safety")) for row in samples.rollout.rows])
 
 
-def _is_true(value: Any) -> bool:
+def _is_true(value: object) -> bool:
     """A value of is_safety; a CSV file has text, and gaps that are NaN."""
     if value is None or value != value:
         return False

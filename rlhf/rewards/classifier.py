@@ -29,7 +29,7 @@ class Config(Base):
 
     @field_validator("label", mode="before")
     @classmethod
-    def _no_truth(cls, label: Any) -> Any:
+    def _no_truth(cls, label: object) -> object:
         if isinstance(label, bool):
             raise ValueError("YAML reads yes, no, on, off, true and false as truth; quote the name: label='\"yes\"'")
         return label

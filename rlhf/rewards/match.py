@@ -85,11 +85,11 @@ def normalized_text(text: str) -> str | None:
     return " ".join(text.split()).casefold() or None
 
 
-def _is_list(cell: Any) -> bool:
+def _is_list(cell: object) -> bool:
     return isinstance(cell, list | tuple) and len(cell) > 0
 
 
-def _accepted(item: Any, cell: Any, config: Config, normalize: Any) -> Any:
+def _accepted(item: object, cell: object, config: Config, normalize: Any) -> Any:
     text = str(item) if isinstance(item, str | int) else ""
     if isinstance(item, float):
         text = f"{Decimal(str(item)):f}"  # without an exponent, whose digits would be read as a number
