@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf import plugins
+from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
@@ -96,7 +96,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
     return RunModels(str(directory), policies, newest, references, scoring)
 
 
-def input_path(manifest: Mapping[str, Any], name: str, run: Path) -> str | None:
+def input_path(manifest: Tree, name: str, run: Path) -> str | None:
     """The path of an input; if the whole run was moved, its path in the new directory."""
     entry = manifest["inputs"].get(name)
     if entry is None:

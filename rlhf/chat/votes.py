@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlhf.chat.responses import Measures, Response
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.text.prompt_file import format_prompt
 from rlhf.types import Message
@@ -37,8 +38,8 @@ def row(
     texts: tuple[str, str],
     preference: Preference,
     policies: tuple[str, str],
-    details: Mapping[str, Any],
-) -> dict[str, Any]:
+    details: Mapping[str, object],
+) -> Tree:
     """A row of preferences. The columns after `preference` are for people; training does not use them."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     sides = {"response_a": texts[0], "response_b": texts[1], "preference": preference}
@@ -60,7 +61,7 @@ def measures_columns(measures: Sequence[Measures | None]) -> dict[str, float | N
     }
 
 
-def append(path: Path, vote: Mapping[str, Any]) -> None:
+def append(path: Path, vote: Mapping[str, object]) -> None:
     """Append one row as a whole line, or nothing. Several processes may append at once.
 
     Raises: UserError if the file cannot be written.

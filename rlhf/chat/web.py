@@ -10,7 +10,6 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 from urllib.parse import urlsplit
 
 import gradio as gr
@@ -88,7 +87,7 @@ class Page:
         """The session of a page that was just opened; all share the models."""
         return Session(self._session.models, self._session.policies, self._options)
 
-    def ask(self, session: Session, text: str, temperature: float, length: float) -> Iterator[list[Any]]:
+    def ask(self, session: Session, text: str, temperature: float, length: float) -> Iterator[list[object]]:
         """The answers as they are written: the dialogue of each side, the input, the status, the better answer."""
         session.temperature, session.response_length = float(temperature), int(length)
         try:
@@ -113,8 +112,8 @@ class Page:
         status = f"no vote: {refusal}. {_numbers(turn)}" if refusal else status
         yield [*(shown(turn.messages, answer) for answer in answers), "", status, answers[0]]
 
-    def vote(self, preference: Preference) -> Callable[[Session], list[Any]]:
-        def handle(session: Session) -> list[Any]:
+    def vote(self, preference: Preference) -> Callable[[Session], list[object]]:
+        def handle(session: Session) -> list[object]:
             turn = session.turn
             try:
                 session.vote(preference)
@@ -125,7 +124,7 @@ class Page:
 
         return handle
 
-    def improve(self, session: Session, text: str, side: str) -> list[Any]:
+    def improve(self, session: Session, text: str, side: str) -> list[object]:
         """A better answer of the person."""
         turn = session.turn
         try:
@@ -138,7 +137,7 @@ class Page:
         status = f"better answer written to {session.votes}. {_numbers(turn)}"
         return [*(shown(turn.messages, answer) for answer in texts), status]
 
-    def reset(self, session: Session) -> list[Any]:
+    def reset(self, session: Session) -> list[object]:
         session.reset()
         return [*self._sides(session), "new dialogue"]
 
@@ -166,7 +165,7 @@ def _numbers(turn: Turn) -> str:
     return ". ".join(texts)
 
 
-def build(session: Session, options: ChatOptions) -> Any:
+def build(session: Session, options: ChatOptions) -> gr.Blocks:
     """The page."""
     page = Page(session, options)
     with gr.Blocks(title="rlhf chat", analytics_enabled=False) as blocks:
@@ -224,7 +223,7 @@ class OwnPagesOnly:
             await PlainTextResponse("Origin: expected this machine (localhost)", 403)(scope, receive, send)
 
 
-def launch(session: Session, options: ChatOptions) -> tuple[Any, str]:
+def launch(session: Session, options: ChatOptions) -> tuple[gr.Blocks, str]:
     """Start the page in the background. Returns (it, its URL). Raises: UserError if the port is in use."""
     blocks = build(session, options)
     theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])

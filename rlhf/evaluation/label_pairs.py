@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf import console, rewards
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
@@ -138,13 +138,13 @@ def labels(first: Sequence[float], second: Sequence[float], tie: float) -> tuple
     )
 
 
-def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[Tree], Counter[str]]:
     """(rows to write, number of dropped pairs by reason).
 
     With scores the columns are prompt, chosen, rejected, score_chosen, score_rejected and, if `margin` is set, margin.
     Without scores they are prompt, response_a and response_b in random order, and an empty preference.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Tree] = []
     dropped: Counter[str] = Counter()
     order = random.Random(options.seed)
     for pair in pairs:
@@ -176,7 +176,7 @@ def drop_reason(pair: Pair, tie: float) -> str:
     return TIE if abs(first.score - second.score) <= tie else ""
 
 
-def _labelled(pair: Pair, margin: bool) -> dict[str, Any]:
+def _labelled(pair: Pair, margin: bool) -> Tree:
     (low, worse), (high, better) = sorted(((side.score or 0.0, side) for side in pair.sides), key=lambda side: side[0])
     row = {"chosen": better.text, "rejected": worse.text, "score_chosen": high, "score_rejected": low}
     return row | ({"margin": high - low} if margin else {})
@@ -186,7 +186,7 @@ def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
-def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _write(output: Path, rows: Sequence[Tree]) -> None:
     """Write the whole file or nothing. Raises: UserError if it cannot be written."""
     try:
         disk.write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
@@ -297,7 +297,7 @@ def _write(
     console.say(f"wrote {RESULTS}, results.md and samples.jsonl into {output}")
 
 
-def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list[dict[str, Any]]:
+def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list[Tree]:
     """One row for each prompt and sample, with the responses of all policies."""
     rows = []
     for n, prompt in enumerate(prompt_texts(comparison)):

@@ -71,7 +71,7 @@ class _LiveBytes(TorchDispatchMode):
         self.current = self.peak = 0
         self._counted = {tensor.untyped_storage()._cdata for tensor in tensors}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return getattr(args[0], ABOVE_ZERO, True)
         out = func(*args, **(kwargs or {}))
@@ -245,7 +245,7 @@ def _output_hooks(layers: nn.ModuleList, live: _LiveBytes, peaks: dict[str, int]
         def record(_: Tensor) -> None:
             peaks[name] = live.reset_peak()
 
-        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(_: nn.Module, inputs: object, output: Any) -> None:
             (output[0] if isinstance(output, tuple) else output).register_hook(record)
 
         return layer.register_forward_hook(hook)

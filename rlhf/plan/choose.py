@@ -3,8 +3,9 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from rlhf.config import Tree
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
@@ -16,7 +17,7 @@ from rlhf.plan.machine import Machine
 C = TypeVar("C", bound=EngineOptions)
 
 OFFLOAD = {"zero_stage": 3, "offload_optimizer": True}
-SHARDING: tuple[dict[str, Any], ...] = (
+SHARDING: tuple[Tree, ...] = (
     *({"zero_stage": number} for number in (0, 1, 2, 3)),
     *({"zero_stage": number, "offload_optimizer": True} for number in (1, 2)),
     OFFLOAD,
@@ -38,7 +39,7 @@ FASTER_LEARNING = 10
 
 def candidates(options: C, machine: Machine) -> Iterator[C]:
     """All settings that change memory and speed, but no result. What the user has switched on stays on."""
-    changes: list[list[dict[str, Any]]] = [
+    changes: list[list[Tree]] = [
         _sharding(options, machine),
         [{"gradient_checkpointing": flag} for flag in (False, True) if flag or not options.gradient_checkpointing],
         *(_halvings(options, name) for name in ROWS if name in type(options).model_fields),
@@ -50,13 +51,13 @@ def candidates(options: C, machine: Machine) -> Iterator[C]:
         yield options.model_copy(update={name: value for change in combination for name, value in change.items()})
 
 
-def _sharding(options: EngineOptions, machine: Machine) -> list[dict[str, Any]]:
+def _sharding(options: EngineOptions, machine: Machine) -> list[Tree]:
     """The entries of SHARDING that are possible and differ: offloading beside a GPU, and division among several
     processes."""
     requested = {name: value for name, value in SWITCHED.items() if getattr(options, name) == value}
     most = 2 if options.share_trunk or options.quantize != "none" else 3
     least = 3 if most == 3 and requested.keys() & {"offload_param", "gather_whole"} else 0
-    settings = list[dict[str, Any]]()
+    settings = list[Tree]()
     for entry in SHARDING:
         stage, offloads, setting = entry["zero_stage"], "offload_optimizer" in entry, entry | requested
         alone = machine.count == 1 and not offloads and stage != max(1, least)
@@ -65,9 +66,9 @@ def _sharding(options: EngineOptions, machine: Machine) -> list[dict[str, Any]]:
     return settings
 
 
-def _halvings(options: EngineOptions, name: str) -> list[dict[str, Any]]:
+def _halvings(options: EngineOptions, name: str) -> list[Tree]:
     value, rows = getattr(options, name), getattr(options, "eval_batch_size", None)
-    halves: list[dict[str, Any]] = [{name: value >> times} for times in range(value.bit_length())]
+    halves: list[Tree] = [{name: value >> times} for times in range(value.bit_length())]
     if name == "micro_batch_size" and rows:
         halves = [half | {"eval_batch_size": max(1, rows >> times)} for times, half in enumerate(halves)]
         if halves[-1]["eval_batch_size"] > 1:
@@ -127,12 +128,12 @@ def as_flags(options: EngineOptions, start: EngineOptions, section: str = "") ->
     )
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         yield from _leaves(value, f"{above}{name}.") if isinstance(value, dict) else [(above + name, value)]
 
 
-def _words(name: str, value: Any) -> list[str]:
+def _words(name: str, value: object) -> list[str]:
     above, dot, option = name.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return [f"--{above}{dot}{'' if value else 'no-'}{option}"]

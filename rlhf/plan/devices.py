@@ -113,7 +113,7 @@ class PlanOptions(Config):
 
     @field_validator("device_memory", "host_memory")
     @classmethod
-    def _is_a_size(cls, value: Any) -> Any:
+    def _is_a_size(cls, value: Any) -> object:
         if value is not None:
             number_of_bytes(value)
         return value

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 from rlhf import adapters
-from rlhf.config import read_yaml
+from rlhf.config import Tree, read_yaml
 from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
@@ -121,9 +121,9 @@ def read_config(model_path: str) -> PreTrainedConfig:
 
 
 @functools.cache
-def shapes() -> dict[str, dict[str, Any]]:
+def shapes() -> dict[str, Tree]:
     """The values of the config of each model in `configs/shapes/`, by short name in lower case."""
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, Tree] = {}
     for file in sorted(SHAPES.glob("*.yaml")):
         family = read_yaml(file)
         for names, own_values in family["models"].items():
@@ -138,7 +138,7 @@ def _config_from_yaml(path: str) -> PreTrainedConfig:
     return _config_from_values(values, path)
 
 
-def _config_from_values(values: dict[str, Any], source: str) -> PreTrainedConfig:
+def _config_from_values(values: Tree, source: str) -> PreTrainedConfig:
     with load.explain_load_errors(source):
         config = AutoConfig.for_model(**values)
     load.remove_randomness(config)

@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
 from markupsafe import Markup
 
+from rlhf.config import Tree
 from rlhf.config.declaration import Declaration, ModelWords
 from rlhf.config.secrets import masked
 from rlhf.hub.cards import LOCAL_BASE, TAG, BaseModel, base_model
@@ -37,7 +37,7 @@ MARKDOWN = re.compile(r"([\\`*_\[\]{}|~$#!:@])")
 
 def write_card(
     model: Path, directory: Path, folder: str, declaration: Declaration, inputs: Mapping[str, str],
-    options: Mapping[str, Any],
+    options: Tree,
 ) -> None:  # fmt: skip
     """Write the card of the model `folder` of a stage into the directory `model`, where the model is being saved.
 
@@ -93,7 +93,7 @@ def _metadata(
         )
         for change in results
     ]
-    local_base: dict[str, Any] = {LOCAL_BASE: base.name} if base.hub_id is None else {}
+    local_base: Tree = {LOCAL_BASE: base.name} if base.hub_id is None else {}
     return ModelCardData(
         base_model=base.hub_id,
         datasets=sorted({*datasets, *earlier}) or None,
@@ -107,7 +107,7 @@ def _metadata(
     )
 
 
-def plain(text: Any) -> Markup:
+def plain(text: object) -> Markup:
     """A text in one line of Markdown that shows it as it is: no markup, no HTML, no cell of a table ends in it."""
     line = " ".join(visible(str(text)).split())
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
@@ -120,12 +120,12 @@ def data_name(data_path: str) -> str:
     return re.sub(r"(?:(?<=^)|(?<=[:=,*'\"\s]))(?:~|\.{1,2})?/(?:(?:[^/:,]|,(?![^/=,]*=|/))*/)*", "", data_path)
 
 
-def published(options: Mapping[str, Any]) -> dict[str, Any]:
+def published(options: Tree) -> Tree:
     """Options for readers elsewhere: without secrets, and without directories of this machine."""
     return {name: _published(value) for name, value in masked(options).items() if name not in PRIVATE}
 
 
-def _published(value: Any) -> Any:
+def _published(value: object) -> object:
     if isinstance(value, Mapping):
         return {name: _published(nested) for name, nested in value.items()}
     if isinstance(value, list):

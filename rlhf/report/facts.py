@@ -4,8 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from rlhf.config import Tree
 from rlhf.config.secrets import masked
 from rlhf.console import duration, size
 from rlhf.report.records import RunRecord, StageRecord
@@ -64,7 +64,7 @@ def stage_facts(stage: StageRecord, price_per_hour: float | None = None) -> list
     return facts + _options(stage)
 
 
-def _hardware(hardware: Mapping[str, Any]) -> str:
+def _hardware(hardware: Mapping[str, object]) -> str:
     """`2 processes on NVIDIA H200`"""
     processes = hardware.get("processes", 1)
     return f"{processes} process{'es' if processes != 1 else ''} on {hardware.get('device')}"
@@ -104,7 +104,7 @@ def data_account(stage: StageRecord) -> DataAccount | None:
     for source in sources:
         total.update(source.get("outcomes", {}))
     rows = sum(source.get("rows", 0) for source in sources)
-    train: Mapping[str, Any] = stage.data.get("train", {})
+    train: Tree = stage.data.get("train", {})
     counts = zip(sources, train.get("rows_by_source", []), train.get("tokens_by_source", []), strict=False)
     return DataAccount(
         stage=stage.directory.name,
@@ -115,7 +115,7 @@ def data_account(stage: StageRecord) -> DataAccount | None:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

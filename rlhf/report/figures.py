@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from rlhf.config import Tree
 from rlhf.config.declaration import Curve, Declaration, Frontier
 from rlhf.maths import preferences
 from rlhf.maths.intervals import Interval
@@ -163,7 +163,7 @@ def reward_model(stages: Stages) -> list[Figure]:
     return figures
 
 
-def calibration(scores: dict[str, Any], title: str = "Calibration") -> Chart:
+def calibration(scores: Tree, title: str = "Calibration") -> Chart:
     """Predicted against observed accuracy: pairs in bins of sigmoid(|chosen - rejected|), the share in the right order.
 
     A calibrated model has P(preferred) = sigmoid(score difference) (Bradley-Terry), and lies on the diagonal.
@@ -179,7 +179,7 @@ def calibration(scores: dict[str, Any], title: str = "Calibration") -> Chart:
     )  # fmt: skip
 
 
-def accuracy_by_length(scores: dict[str, Any], title: str = "Accuracy by length") -> Chart:
+def accuracy_by_length(scores: Tree, title: str = "Accuracy by length") -> Chart:
     """The share of pairs in the right order, in ranges of the gap in length of the chosen and the rejected response."""
     length_gaps = torch.tensor(scores["length_gap"]).long()
     bins = preferences.accuracy_by_length(_gaps(scores), length_gaps, torch.arange(len(length_gaps)))
@@ -192,7 +192,7 @@ def accuracy_by_length(scores: dict[str, Any], title: str = "Accuracy by length"
     )  # fmt: skip
 
 
-def _gaps(scores: dict[str, Any]) -> torch.Tensor:
+def _gaps(scores: Tree) -> torch.Tensor:
     return torch.tensor(scores["chosen"], dtype=torch.float64) - torch.tensor(scores["rejected"]).double()
 
 

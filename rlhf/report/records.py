@@ -2,18 +2,19 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 
-Row = dict[str, Any]
+Row = Tree
+"""of metrics.jsonl and the other files of JSON lines"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,13 @@ class StageRecord:
     directory: Path
     rows: tuple[Row, ...]
     """of metrics.jsonl"""
-    manifest: Row | None
+    manifest: Tree | None
     """None: unfinished"""
-    config: Row
-    data: Row | None
+    config: Tree
+    data: Tree | None
     samples: tuple[Row, ...]
     """held-out responses of the last evaluation"""
-    pair_scores: Row | None
+    pair_scores: Tree | None
 
     def of_kind(self, kind: str) -> list[Row]:
         """The rows of one kind: train, eval or warning."""
@@ -65,7 +66,7 @@ class RunRecord:
     name: str
     path: Path
     stages: tuple[StageRecord, ...]
-    config: Row
+    config: Tree
     """options of the whole run, if a chain has written them"""
 
     def stage(self, name: str) -> StageRecord | None:
@@ -122,7 +123,7 @@ def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
     )
 
 
-def _json(path: Path) -> Row | None:
+def _json(path: Path) -> Tree | None:
     """The object in a file; None if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
@@ -131,7 +132,7 @@ def _json(path: Path) -> Row | None:
     return value if isinstance(value, dict) else None
 
 
-def _yaml(path: Path) -> Row:
+def _yaml(path: Path) -> Tree:
     """The options in a file; none if there is no such file or it cannot be read."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
@@ -140,11 +141,11 @@ def _yaml(path: Path) -> Row:
     return value if isinstance(value, dict) else {}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def number(row: Mapping[str, Any], name: str) -> float | None:
+def number(row: Row, name: str) -> float | None:
     """A number of a row; None if it has none."""
     value = row.get(name)
     return float(value) if value is not None and _is_number(value) else None

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import escape
 
 from rlhf.pages.page import visible
-from rlhf.report.records import StageRecord, number
+from rlhf.report.records import Row, StageRecord, number
 
 BUDGET = 700_000
 """bytes of all samples of a page: the page stays below 2 MB"""
@@ -67,7 +66,7 @@ def sample_table(stages: Sequence[tuple[int, str, StageRecord]]) -> SampleTable:
     return SampleTable(tuple(labels.values()), tuple(_fitting(samples)), len(samples))
 
 
-def _sample(row: dict[str, Any], colour: int, run: str, names: Sequence[str], distance: str) -> Sample:
+def _sample(row: Row, colour: int, run: str, names: Sequence[str], distance: str) -> Sample:
     prompt = str(row.get("prompt", ""))
     return Sample(
         run=run,

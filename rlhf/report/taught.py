@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rlhf.maths.intervals import Interval, log_odds_change
+from rlhf.report.records import Row
 
 WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 MOST = {"word": 8, "ending": 3}
@@ -26,10 +26,10 @@ class Taught:
     """of its log-odds"""
 
 
-def taught(samples: Sequence[dict[str, Any]]) -> list[Taught]:
+def taught(samples: Sequence[Row]) -> list[Taught]:
     """The words and endings whose log-odds changed most, those that rose first; the 95 % intervals do not cover 0."""
     words = [[WORD.findall(str(row.get(side, "")).lower()) for row in samples] for side in ("before", "after")]
-    kinds: dict[str, list[list[Any]]] = {
+    kinds: dict[str, list[list[Iterable[str]]]] = {
         "word": [[{*x} for x in side] for side in words],
         "ending": [[x[-1:] for x in side] for side in words],
     }

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from rlhf.config import Tree
 from rlhf.config.declaration import Declaration, Result
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import POWER, Interval, mean_interval, power, student_t, win_rate_interval
@@ -113,13 +113,13 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
     )
 
 
-def _pairs(samples: Sequence[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def _pairs(samples: Sequence[Row], name: str) -> list[tuple[float, float]]:
     """(before, after) of each held-out response that has both numbers."""
     pairs = [(number(row, f"{name}_before"), number(row, name)) for row in samples] if name else []
     return [(old, new) for old, new in pairs if old is not None and new is not None]
 
 
-def _accuracy_half_width(scores: dict[str, Any]) -> float | None:
+def _accuracy_half_width(scores: Tree) -> float | None:
     """Half the 95 % interval of the share of pairs in the right order; None if pairs have different weights."""
     if len({*scores.get("weight", [])}) > 1 or len(scores.get("chosen", [])) < 2:
         return None

@@ -1,7 +1,7 @@
 """Options of a stage that learns from a data set. Torch-free."""
 
 import re
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -18,7 +18,7 @@ def _interval(text: str) -> str:
     return text
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

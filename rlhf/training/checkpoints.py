@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.distributed.rendezvous import wait_until
 from rlhf.errors import UserError
@@ -44,7 +46,7 @@ VISIBLE_S = 30.0
 class Numbers(Protocol):
     """An object whose state is a few numbers, the same on every rank."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """The state as JSON values."""
 
     def load_state_dict(self, state: Any, /) -> None: ...
@@ -83,11 +85,11 @@ class Background:
 
     copy: Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
     """(name of a source, its tensors) -> copies in fp32 on the CPU, made at once"""
-    group: Any
+    group: dist.ProcessGroup | None
     """a group of all ranks for the thread's collectives"""
 
 
-def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], keep: int) -> str | None:
+def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], keep: int) -> str | None:
     """Commit a checkpoint of `step`, only then delete all but the newest `keep`; every rank calls this together.
 
     Returns None, or why the checkpoint could not be written: then nothing of it is left, and earlier ones stay.
@@ -96,7 +98,7 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, Any], kee
 
 
 def begin(
-    final: Path, state: Resumable, about: Mapping[str, Any], keep: int, background: Background | None = None
+    final: Path, state: Resumable, about: Mapping[str, object], keep: int, background: Background | None = None
 ) -> Callable[[], str | None]:
     """The first half of `save`; the function returned is the second half, which with `background` a thread may call
     while the state changes. Every rank calls both together."""
@@ -121,7 +123,7 @@ def _copy_each(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[
         yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
-def _commit(final: Path, snapshot: Snapshot, manifest: dict[str, Any], keep: int, group: Any) -> str | None:
+def _commit(final: Path, snapshot: Snapshot, manifest: Tree, keep: int, group: dist.ProcessGroup | None) -> str | None:
     staging = _staging(final)
     written = write(staging, snapshot)
     reports = collectives.gather_objects((written.digests, written.failure), group)
@@ -174,7 +176,7 @@ class Checkpoint:
     """A checkpoint whose files match its manifest."""
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: Tree
 
     @property
     def step(self) -> int:
@@ -258,7 +260,7 @@ def exist(stage: Path) -> bool:
     return bool(_newest_first(stage / CHECKPOINTS))
 
 
-def newest_manifest(stage: Path) -> Mapping[str, Any] | None:
+def newest_manifest(stage: Path) -> Tree | None:
     """The manifest of the newest checkpoint; its other files are not checked."""
     return next((m for m, fault in map(_manifest, _newest_first(stage / CHECKPOINTS)) if not fault), None)
 
@@ -300,7 +302,7 @@ def _newest_first(folder: Path) -> list[Path]:
     return [folder / f"step-{step:08d}" for step in sorted(steps, reverse=True)]
 
 
-def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
+def _manifest(folder: Path) -> tuple[Tree, str]:
     """The manifest, and an error message if it is damaged."""
     path = folder / manifests.MANIFEST
     try:
@@ -321,7 +323,7 @@ def _manifest(folder: Path) -> tuple[dict[str, Any], str]:
     return (manifest, "") if manifests.is_unchanged(manifest) else ({}, f"{path} differs from its sha256")
 
 
-def _fault(folder: Path, name: str, manifest: Mapping[str, Any]) -> str:
+def _fault(folder: Path, name: str, manifest: Tree) -> str:
     entry, path = manifest["files"][name], folder / name
     try:
         if not path.is_file():

@@ -4,14 +4,14 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 
 
-def describe() -> dict[str, Any]:
+def describe() -> Tree:
     """The device of this process, and the number of processes, each of which has one."""
     return {"device": device_name(), "processes": collectives.world_size()}
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
+from rlhf.config import Tree
 from rlhf.config.declaration import Phase
 from rlhf.config.options import FrozenOptions, RunOptions, SharedOptimizerOptions
 
@@ -48,7 +48,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
         trace = trace.tb_next
 
 
-def _size(phase: Phase, options: Mapping[str, Any]) -> str:
+def _size(phase: Phase, options: Tree) -> str:
     """The most rows and tokens that one pass of the phase has."""
     if "response_length" in options:
         tokens = options["max_prompt_length"] + options["response_length"]
@@ -58,7 +58,7 @@ def _size(phase: Phase, options: Mapping[str, Any]) -> str:
     return f"at once {options[phase.rows]} rows of up to {tokens} tokens{batch}"
 
 
-def _remedies(phase: Phase, options: Mapping[str, Any], ranks: int) -> Iterator[str]:
+def _remedies(phase: Phase, options: Tree, ranks: int) -> Iterator[str]:
     if options[phase.rows] > 1:
         yield f"--{phase.rows.replace('_', '-')} {options[phase.rows] // 2}"
     if phase.rows == "micro_batch_size" and not options["gradient_checkpointing"]:

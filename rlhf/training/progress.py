@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
@@ -26,6 +27,8 @@ StageStatus = Literal["new", "interrupted", "finished", "stale", "extended"]
 that it starts from has changed or will be rerun. `extended`: it is finished, has a checkpoint, and is to run longer"""
 Content = Callable[[], Mapping[str, str]]
 """Returns a digest of the data at each local path."""
+Changes = dict[str, tuple[Any, Any]]
+"""option -> its value before, and now"""
 
 
 def stage_status(
@@ -64,7 +67,7 @@ def stage_status(
     return "extended" if longer else "finished" if finished else "interrupted"
 
 
-def _is_longer(directory: Path, changed: Mapping[str, tuple[Any, Any]], options: RunOptions) -> bool:
+def _is_longer(directory: Path, changed: Changes, options: RunOptions) -> bool:
     """Whether a finished stage is to be extended. Raises: UserError if it has no checkpoint to resume from."""
     totals = options.declared("TOTALS")
     longer = [f"{name} {before} to {now}" for name, (before, now) in changed.items() if name in totals and now > before]
@@ -83,11 +86,11 @@ def _noted(options: RunOptions) -> frozenset[str]:
 
 
 def _changed(
-    manifest: Mapping[str, Any],
+    manifest: Tree,
     options: RunOptions,
     inputs_then: Mapping[str, str | None],
     digests: Mapping[str, str | None],
-) -> dict[str, tuple[Any, Any]]:
+) -> Changes:
     """The options that have changed, except free options and inputs that are the same model under another name."""
     options_then = type(options)().model_dump(mode="json") | manifest["config"]  # with defaults for newer options
     then, now = (_of_results(tree, options) for tree in (options_then, options.model_dump(mode="json")))
@@ -99,7 +102,7 @@ def _changed(
     return changed
 
 
-def _of_results(config: Mapping[str, Any], options: RunOptions) -> dict[str, Any]:
+def _of_results(config: Mapping[str, object], options: RunOptions) -> Tree:
     """The options that change results; of a model's own engine options (`--critic.quantize`), that is its bits."""
     free = options.declared("FREE")
     result = {name: value for name, value in config.items() if name not in free}
@@ -107,9 +110,7 @@ def _of_results(config: Mapping[str, Any], options: RunOptions) -> dict[str, Any
     return result | {f"{name}.quantize": value["quantize"] for name, value in nested.items() if "quantize" in value}
 
 
-def _require_same_options(
-    directory: Path, finished: bool, changed: Mapping[str, tuple[Any, Any]], options: RunOptions
-) -> None:
+def _require_same_options(directory: Path, finished: bool, changed: Changes, options: RunOptions) -> None:
     changes = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
     if not finished and (options.allow_config_change or set(changed) <= _noted(options)):
         for line in changes:
@@ -161,7 +162,7 @@ def _require_same_files(
         raise UserError(f"{_describe(directory, finished)} {files}; {_cure(finished)}")
 
 
-def require_same_data(manifest: Mapping[str, Any], data: Mapping[str, str]) -> None:
+def require_same_data(manifest: Tree, data: Mapping[str, str]) -> None:
     """Raises: UserError if data has changed since the checkpoint of `manifest`; data that is not on this machine is
     known only when it has been read. data: a digest of each path"""
     other = _differing(manifest.get("data", {}), data)
@@ -216,7 +217,7 @@ def sweep_finished(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def versions_changed(manifest: Mapping[str, Any]) -> Iterator[str]:
+def versions_changed(manifest: Tree) -> Iterator[str]:
     """`torch 2.12 -> 2.13` for each library whose version has changed since a checkpoint was written."""
     now = manifests.versions()
     for name, before in manifest.get("versions", {}).items():

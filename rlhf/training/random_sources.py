@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
+from rlhf.config import Tree
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 
@@ -53,7 +54,7 @@ def apart(number: int) -> Iterator[None]:
         set_state(saved)
 
 
-def state() -> dict[str, Any]:
+def state() -> Tree:
     """The states of torch's CPU and GPU generators, and of numpy and Python."""
     gpu = bytes(torch.cuda.get_rng_state().tolist()).hex() if torch.cuda.is_available() else None
     legacy: Any = np.random.get_state(legacy=False)
@@ -66,7 +67,7 @@ def state() -> dict[str, Any]:
     }
 
 
-def set_state(saved: dict[str, Any]) -> None:
+def set_state(saved: Tree) -> None:
     """Raises: ValueError, TypeError, LookupError or AttributeError for another value than `state` returns."""
     try:
         torch.set_rng_state(torch.tensor(list(bytes.fromhex(saved["torch"])), dtype=torch.uint8))

@@ -5,9 +5,10 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.storage import disk
@@ -41,7 +42,7 @@ class MetricsFile:
         shown = {number: _plain(value) for number, value in numbers.items()}
         self._append(row | {"name": name, "numbers": shown, "advice": advice})
 
-    def _append(self, row: dict[str, Any]) -> None:
+    def _append(self, row: Tree) -> None:
         try:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()

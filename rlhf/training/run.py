@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import console, errors
-from rlhf.config import parser
+from rlhf.config import Tree, parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
@@ -99,7 +99,7 @@ class Run:
         self.saver = saving.Saver(self.directory, options)
         self.recorder = record.Recorder(self.directory, self.done, reporter)
         self._ending, self.holding = Ending(), contextlib.ExitStack()
-        self.manifest: dict[str, Any] = {}  # what is known before the end
+        self.manifest: Tree = {}  # what is known before the end
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -270,7 +270,7 @@ class Run:
         self,
         models: Mapping[str, Callable[[Path], None]],
         metrics: Metrics,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, object] | None = None,
     ) -> None:
         """Write each model into its folder, then the manifest; then remove the checkpoints, except the last one with
         `keep_last_checkpoint`.
@@ -307,7 +307,7 @@ class Run:
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)
 
-    def _provenance(self) -> dict[str, Any]:
+    def _provenance(self) -> Tree:
         """The provenance of the result and of each checkpoint: inputs, options, library versions."""
         return self.manifest | {
             "stage": self.stage,

@@ -8,7 +8,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,7 +46,7 @@ class Saver:
         self._step = 0
         self._copies: dict[tuple[str, str], Tensor] = {}
 
-    def save(self, step: int, state: Resumable, about: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Resumable, about: Mapping[str, object]) -> None:
         """Write the checkpoint of `step`, or start writing it. Every rank calls this together."""
         self.wait()
         self._step = step

@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.storage import disk, manifests
 
@@ -21,10 +21,10 @@ PART_BYTES = 1 << 29
 class Snapshot:
     """The state of this rank, and the lengths of the logs at this step."""
 
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, object]
     tensors: Mapping[str, Iterable[tuple[str, Tensor]]]
     """by source, in fp32 on the CPU; if they are not copies, all ranks iterate together"""
-    random: Mapping[str, Any]
+    random: Mapping[str, object]
     logs: Mapping[str, int]
 
 
@@ -34,10 +34,10 @@ class SnapshotWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._buffer: dict[str, Tensor] = {}
-        self.digests: dict[str, dict[str, Any]] = {}
+        self.digests: dict[str, Tree] = {}
         self.failure = ""
 
-    def json(self, name: str, value: Any) -> None:
+    def json(self, name: str, value: object) -> None:
         self._write(name, lambda path: disk.write_json(path, value))
 
     def tensors(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> None:

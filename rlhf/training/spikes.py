@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from statistics import fmean, pstdev
-from typing import Any
+
+from rlhf.config import Tree
 
 WINDOW = 128
 """number of losses that the newest are compared with"""
@@ -62,11 +63,11 @@ class Spikes:
                 }
         return numbers or None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Tree:
         """The newest losses, and the names of those that are spiking."""
         return {"seen": {name: list(losses) for name, losses in self._losses.items()}, "up": sorted(self._spiking)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Tree) -> None:
         for name, losses in self._losses.items():
             losses.clear()
             losses.extend(state["seen"][name])

@@ -7,7 +7,7 @@ left out for the rest of the run (rlhf.training.reporting).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlhf import plugins
 from rlhf.errors import UserError
@@ -71,7 +71,7 @@ def open_tracker(spec: str) -> Tracker:
 
     Raises: UserError for an unknown name or option, a package that is not installed, or a missing member.
     """
-    tracker: Any = plugins.build(FOLDER, spec)
+    tracker: Tracker = plugins.build(FOLDER, spec)
     return plugins.conforming(tracker, Tracker, spec)
 
 

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from accelerate import tracking
 from accelerate.state import PartialState
@@ -46,7 +46,7 @@ class Service(Tracker):
 
     def __init__(self, project: str = "", name: str = "") -> None:
         self._project, self._name = project, name
-        self.service: Any = None
+        self.service: tracking.GeneralTracker = None
 
     @classmethod
     def build(cls, config: Options) -> Self:
@@ -57,7 +57,7 @@ class Service(Tracker):
         return cls(**config.model_dump())
 
     @abstractmethod
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         """accelerate's tracker, not started."""
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Aim(Service):
 
     package = "aim"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         return tracking.AimTracker(name, str(run.directory.parent), experiment=project, run_hash=run.run_id)
 
     def run_id(self) -> str:
@@ -106,7 +106,7 @@ class Aim(Service):
 class ClearML(Service):
     package = "clearml"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         task = {"reuse_last_task_id": False} if run.run_id is None else {"continue_last_task": run.run_id}
         return tracking.ClearMLTracker(project_name=project, task_name=name, auto_connect_frameworks=False, **task)
 
@@ -124,7 +124,7 @@ class ClearML(Service):
 class Comet(Service):
     package = "comet_ml"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         return tracking.CometMLTracker(project, experiment_key=run.run_id)
 
     def start(self, run: TrackedRun) -> str:
@@ -161,7 +161,7 @@ class DVCLive(Service):
             )
         return tracker
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         # No commit into the user's git repository, and no dvc.yaml beside it.
         directory, resume = str(run.directory / "dvclive"), run.run_id is not None
         return tracking.DVCLiveTracker(dir=directory, resume=resume, save_dvc_exp=False, dvcyaml=None)
@@ -178,7 +178,7 @@ class MLflow(Service):
 
     package = "mlflow"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         return tracking.MLflowTracker(project, run_id=run.run_id, run_name=name)
 
     def run_id(self) -> str:
@@ -201,7 +201,7 @@ class SwanLab(Service):
 
     package = "swanlab"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         resumed = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
         return tracking.SwanLabTracker(project, name=name, log_dir=str(run.directory / "swanlog"), **resumed)
 
@@ -221,7 +221,7 @@ class TensorBoard(Service):
     package = "tensorboard"
     rewinds = True
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         # An event at `purge_step` makes TensorBoard ignore earlier events of that step and later ones.
         first_step = 0 if run.run_id is None else run.done + 1
         return tracking.TensorBoardTracker("tensorboard", run.directory, purge_step=first_step)
@@ -235,7 +235,7 @@ class Trackio(Service):
 
     package = "trackio"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         resume = "never" if run.run_id is None else "allow"
         return tracking.TrackioTracker(project, name=run.run_id or name, resume=resume)
 
@@ -259,7 +259,7 @@ class Trackio(Service):
 class WandB(Service):
     package = "wandb"
 
-    def open(self, project: str, name: str, run: TrackedRun) -> Any:
+    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         settings = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
         if os.environ.get("WANDB_DISABLED", "").lower() in YES:
             settings["mode"] = "disabled"
