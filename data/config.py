@@ -1,7 +1,7 @@
 """Options of the data, the same in all three stages. This module must not import torch."""
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -86,7 +86,7 @@ class DataOptions(Config):
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
-    def _variables(cls, value: Any) -> Any:
+    def _variables(cls, value: object) -> str | None:
         """A mapping, as a YAML file has it, or JSON on the command line."""
         if isinstance(value, str):
             try:
@@ -99,7 +99,7 @@ class DataOptions(Config):
 
     @field_validator("data_split", mode="before")
     @classmethod
-    def _split_words(cls, shares: Any) -> Any:
+    def _split_words(cls, shares: object) -> object:
         words = [shares] if isinstance(shares, str) else shares
         return _shares(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else shares
 

@@ -23,6 +23,7 @@ from data.prepare.report import data_warnings, dropped, require_usable
 from data.prepare.split import PHASES
 from data.prepare.store import read_items, to_item
 from data.read.records import Phase, Skipped
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.text.dialogues import Template
@@ -130,7 +131,7 @@ class PhaseData(Generic[T]):
 
     train: PromptDataset[T]
     evaluation: PromptDataset[T]
-    report: dict[str, Any]
+    report: Tree
     notes: tuple[str, ...] = ()
     """warnings to print before training"""
 

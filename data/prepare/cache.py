@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -44,7 +44,7 @@ def cache_root(option: str | None) -> Path:
     return root
 
 
-def cache_key(**parts: Any) -> str:
+def cache_key(**parts: object) -> str:
     """The name of an entry: a digest of `parts`, the code and the library versions."""
     text = json.dumps({**parts, "code": code_digest()}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

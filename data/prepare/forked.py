@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.context import ForkProcess
 
 from rlhf.errors import UserError
 from rlhf.launch.launcher import end_with_parent
@@ -18,7 +18,7 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
     Raises: UserError of a job, or if a process was killed; RuntimeError if one failed otherwise (it printed the error).
     """
     fork = multiprocessing.get_context("fork")
-    processes: dict[Connection, Any] = {}
+    processes: dict[Connection, ForkProcess] = {}
     waiting: list[Connection] = []
     try:
         for job in jobs:
@@ -39,13 +39,13 @@ def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
             process.join()
 
 
-def _wait_for_success(receiver: Connection, process: Any) -> None:
+def _wait_for_success(receiver: Connection, process: ForkProcess) -> None:
     try:
         error = receiver.recv()
     except EOFError:
         process.join()
-        if process.exitcode < 0:
-            name = signal.Signals(-process.exitcode).name
+        if (code := process.exitcode or 0) < 0:
+            name = signal.Signals(-code).name
             raise UserError(
                 f"a process that tokenises rows was ended by {name} (often: the machine is out of memory); free memory "
                 "and run the same command again"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from json import JSONEncoder
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
@@ -228,7 +227,7 @@ class _RowDigests:
         return GatheredRows(file, *columns, held_out, usable, _numpy(self.rankings), counts)
 
 
-def _numpy(values: Any) -> np.ndarray:
+def _numpy(values: "array[int]") -> np.ndarray:
     return np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, dtype=values.typecode)
 
 
@@ -357,8 +356,8 @@ MORE = ("variables", "response_keys", "rejected_keys", "weight")
 PLAIN = Row(())
 
 
-def _message_to_json(message: Message) -> list[Any]:
-    plain = [message.role, message.content]
+def _message_to_json(message: Message) -> list[object]:
+    plain: list[object] = [message.role, message.content]
     return [*plain, message.keys, message.learned] if message.keys or not message.learned else plain
 
 
@@ -379,7 +378,7 @@ def row_to_json(row: Row, phase: Phase) -> str:
         raise UserError(f"{where}: {error}; expected text, numbers, lists and mappings") from None
 
 
-def _encode_column(value: Any) -> Any:
+def _encode_column(value: object) -> str | None:
     if isinstance(value, STORED_AS_TEXT):
         return str(value)
     if isinstance(value, bytes):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, ma
 from data.prepare.split import blend, order_by_group
 from data.prepare.store import encode_file
 from data.read.records import Phase
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.launch.launcher import cores
 from rlhf.text.dialogues import Template
@@ -40,7 +40,7 @@ class Recipe:
 
 def build_dataset(
     folder: Path, origins: Sequence[Origin], options: DataOptions, recipe: Recipe, template: Template
-) -> dict[str, Any]:
+) -> Tree:
     """Write the items, and the item numbers of both splits, into `folder`. Returns the report."""
     raw = folder / "rows.arrow"
     divide = one_row if recipe.objective == "text" else partial(divided, template, recipe.loss_on)

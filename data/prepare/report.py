@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from data.prepare.mixture import Origin, hub_id, licence
 from data.prepare.split import OWN_GROUP, PHASES
 from data.prepare.store import read_items
 from data.read.records import Phase
+from rlhf.config import Tree
 from rlhf.errors import UserError
 
 CUT_TO_HELD_OUT = "prompt held out for evaluation, once old turns are cut"
@@ -28,7 +28,7 @@ EMPTY_OUTCOMES = ("empty prompt", "empty response")
 
 def make_report(
     folder: Path, rows: GatheredRows, origins: Sequence[Origin], item_rows: np.ndarray, splits: dict[str, np.ndarray]
-) -> dict[str, Any]:
+) -> Tree:
     """The report on the items of `folder`.
 
     item_rows: the row that each item was made of. splits: the item numbers of training and evaluation.
@@ -37,7 +37,7 @@ def make_report(
     reasons, prompt_cut, response_cut, lengths = item_outcomes(folder)
     for reason in np.unique(reasons[reasons != ""]):
         rows.count(item_rows[reasons == reason], str(reason))
-    report: dict[str, Any] = {"useful": sum(row_counts.useful for row_counts in rows.counts)}
+    report: Tree = {"useful": sum(row_counts.useful for row_counts in rows.counts)}
     for name, index in splits.items():
         unique = np.unique(index)
         rows.count(item_rows[unique], name)
@@ -88,7 +88,7 @@ def prompt_digests(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     return digests, cut
 
 
-def count_outcomes(report: dict[str, Any]) -> dict[str, int]:
+def count_outcomes(report: Tree) -> dict[str, int]:
     """outcome -> rows, over all sources, the most frequent outcome first."""
     total: Counter[str] = Counter()
     for source in report["sources"]:
@@ -96,12 +96,12 @@ def count_outcomes(report: dict[str, Any]) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def dropped(report: dict[str, Any]) -> dict[str, int]:
+def dropped(report: Tree) -> dict[str, int]:
     """reason -> rows, of the rows with a defect."""
     return {reason: count for reason, count in count_outcomes(report).items() if reason not in NORMAL_OUTCOMES}
 
 
-def is_cut(report: dict[str, Any]) -> bool:
+def is_cut(report: Tree) -> bool:
     """Whether a limit on tokens has cut or dropped a row."""
     cut = any(report[name]["shortened"] for name in SPLITS)
     return cut or any(map(_is_too_long, dropped(report)))
@@ -111,7 +111,7 @@ def _is_too_long(reason: str) -> bool:
     return "long" in reason or "truncation" in reason
 
 
-def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) -> list[str]:
+def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]:
     """Warnings on the rows of a phase before training: how many were truncated, and how many other phases own."""
     warnings, train = [], report["train"]
     if train["shortened"]:
@@ -139,7 +139,7 @@ def data_warnings(report: dict[str, Any], phase: Phase, options: DataOptions) ->
     return warnings
 
 
-def text_hint(report: dict[str, Any]) -> str:
+def text_hint(report: Tree) -> str:
     """What to type for a .txt file that was read as one document, to be added to an error; else nothing."""
     whole = [each["data_path"] for each in report["sources"] if each["rows"] == 1]
     texts = [path for path in whole if path.removesuffix(".gz").endswith(".txt") and "lines=true" not in path]
@@ -150,7 +150,7 @@ def text_hint(report: dict[str, Any]) -> str:
     )
 
 
-def opening_hint(report: dict[str, Any]) -> str:
+def opening_hint(report: Tree) -> str:
     """The cause where nearly all rows begin with one user message, to be added to an error; else nothing."""
     return "".join(
         f"; nearly all rows of {source['data_path']} begin with the user message {source['one_opening'][:60]!r}, and "
@@ -161,7 +161,7 @@ def opening_hint(report: dict[str, Any]) -> str:
     )
 
 
-def require_usable(report: dict[str, Any], phase: Phase, options: DataOptions) -> None:
+def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
     """Raises: UserError if no row is left for training or evaluation, or too many rows were dropped."""
     data_paths = ", ".join(source["data_path"] for source in report["sources"])
     total = sum(source["rows"] for source in report["sources"])

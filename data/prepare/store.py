@@ -13,7 +13,7 @@ import numpy as np
 from data.prepare.encode import Demonstration, Encoded, Item, Preference, Prompt, RowEncoder, Truncation
 from data.prepare.forked import run_forked
 from data.prepare.gather import row_from_json, row_to_json
-from data.read.records import Phase
+from data.read.records import Phase, Record
 from rlhf.console import status
 from rlhf.text.encoder import id_count
 from rlhf.types import Row
@@ -27,7 +27,7 @@ Columns = dict[str, list[Any]]
 def features(phase: Phase, vocabulary: int) -> datasets.Features:
     """The columns of an item. `reason`: why the row was dropped, or empty."""
     ids = datasets.List(datasets.Value("uint16" if vocabulary <= 2**16 else "int32"))
-    phase_columns: dict[Phase, dict[str, Any]] = {
+    phase_columns: dict[Phase, dict[str, object]] = {
         "sft": {"ids": ids, "spans": datasets.List(datasets.Value("int32")), "weight": datasets.Value("float32")},
         "reward": {
             "prompt": ids,
@@ -64,7 +64,7 @@ EMPTY: dict[Phase, Item] = {"sft": Demonstration((), ()), "reward": Preference((
 """what is stored of a row that was dropped"""
 
 
-def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
+def _phase_columns(item: Item, text: str, cut: Truncation) -> Record:
     if isinstance(item, Demonstration):
         edges = [edge for span in item.spans for edge in span]
         return {"ids": item.ids, "spans": edges, "weight": item.weight, "length": len(item.ids)}
@@ -83,7 +83,7 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> dict[str, Any]:
     }
 
 
-def to_item(phase: Phase, columns: dict[str, Any]) -> Item:
+def to_item(phase: Phase, columns: Record) -> Item:
     """The item of one stored row."""
     if phase == "sft":
         edges = columns["spans"]

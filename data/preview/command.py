@@ -8,7 +8,7 @@ from pydantic import Field
 
 from data.config import DataOptions
 from rlhf import console
-from rlhf.config import parser
+from rlhf.config import Tree, parser
 from rlhf.errors import UserError
 
 MODELS = ("model", "actor")
@@ -43,9 +43,7 @@ def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
     return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0, "max_dropped": 1.0})
 
 
-def lengths_without_limits(
-    options: PreviewConfig, recipe: Any, tokenizer: Any, opened: Any
-) -> tuple[dict[str, Any], str] | None:
+def lengths_without_limits(options: PreviewConfig, recipe: Any, tokenizer: Any, opened: Any) -> tuple[Tree, str] | None:
     """(tokens of all rows, the limits that hold them) if a limit cuts or drops a row of `opened`, or all rows (None).
 
     Of more than MEASURED rows, a random sample of as many.

@@ -60,7 +60,7 @@ def read_struct(record: Record, column: str, location: str) -> Record:
     return value
 
 
-def read_list(record: Record, column: str, location: str) -> list[Any]:
+def read_list(record: Record, column: str, location: str) -> list[object]:
     """A list, which may be empty."""
     value = read_value(record, column, location)
     if not isinstance(value, list):
@@ -74,7 +74,7 @@ def read_structs(record: Record, column: str, location: str) -> list[tuple[str, 
     return [(f"{location}: {name}", read_struct({name: value}, name, location)) for name, value in elements]
 
 
-def select_columns(record: Record, *columns: str) -> dict[str, Any]:
+def select_columns(record: Record, *columns: str) -> Record:
     """Those of `columns` that the record has. They become the row's columns, for reward functions."""
     return {column: record[column] for column in columns if column in record}
 

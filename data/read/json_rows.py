@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from json import JSONDecodeError, JSONDecoder
 from types import NoneType
-from typing import Any
 
 from data.read.records import Record, Skipped
 from data.read.remote import DataFile
@@ -42,7 +41,7 @@ def parse_record(line: str, location: str) -> Record:
     return value
 
 
-def _parse_line(line: str) -> Any:
+def _parse_line(line: str) -> object:
     if line[0] in SPACE:
         return DECODER.decode(line)
     value, end = DECODER.raw_decode(line)
@@ -57,7 +56,7 @@ def _reason(error: ValueError | RecursionError) -> str:
     return "a number has too many digits" if str(error).startswith("Exceeds the limit") else str(error)
 
 
-def _not_an_object(value: Any, location: str) -> str:
+def _not_an_object(value: object, location: str) -> str:
     return f"{location}: got {TYPE_NAMES[type(value)]}, expected an object with named columns"
 
 
@@ -98,7 +97,7 @@ def _skip_space(text: str, position: int) -> int:
     return match.start() if match else len(text)
 
 
-def _read_element(text: str, position: int, path: DataFile) -> tuple[Any, int]:
+def _read_element(text: str, position: int, path: DataFile) -> tuple[object, int]:
     """(the value at the position, or a UserError if the value is refused; its end)."""
     try:
         return _raw_decode(DECODER, text, position, path)
@@ -108,7 +107,7 @@ def _read_element(text: str, position: int, path: DataFile) -> tuple[Any, int]:
         return UserError(_reason(error)), _raw_decode(LENIENT_DECODER, text, position, path)[1]
 
 
-def _raw_decode(decoder: JSONDecoder, text: str, position: int, path: DataFile) -> tuple[Any, int]:
+def _raw_decode(decoder: JSONDecoder, text: str, position: int, path: DataFile) -> tuple[object, int]:
     try:
         return decoder.raw_decode(text, position)
     except JSONDecodeError as error:

@@ -6,11 +6,11 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -22,6 +22,7 @@ from rlhf.config import Config, suggest
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import require_hub
 
+T = TypeVar("T")
 METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 """files that `datasets` writes beside the data"""
 FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
@@ -308,7 +309,7 @@ class HubDataset:
             return None
         return DataDirectory(self.name, folder) if any(_data_files_in(folder)) else None
 
-    def _load(self, function: Any, config: TableConfig, **options: Any) -> Any:
+    def _load(self, function: Callable[..., T], config: TableConfig, **options: object) -> T:
         """Call one of the loading functions of `datasets`. Raises: UserError, also if the hub does not answer."""
         try:
             require_hub(self.hub_id)
@@ -330,7 +331,7 @@ def _subdirectory(name: str, folder: Path, data_dir: str | None) -> Path:
     return inside
 
 
-def _load(function: Any, path: str, name: str, config: TableConfig, cure: str, **options: Any) -> Any:
+def _load(function: Callable[..., T], path: str, name: str, config: TableConfig, cure: str, **options: Any) -> T:
     """Call one of the loading functions of `datasets`. Raises: UserError if there is no such dataset or subset."""
     import datasets
 
@@ -365,7 +366,7 @@ def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure
             raise UserError(f"{name}: got {option}={getattr(config, option)}, expected none: {cure}")
 
 
-def _choose_split(name: str, splits: Any, split: str) -> Any:
+def _choose_split(name: str, splits: Mapping[str, T], split: str) -> T:
     if split not in splits:
         suggestion = suggest(split, list(splits))
         raise UserError(f"{name}: no split '{split}'; have {', '.join(splits)}{suggestion}; choose with split=NAME")

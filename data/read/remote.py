@@ -11,9 +11,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 URL = re.compile(r"(?:s3|gs|az|abfs|https|memory)://(?:(?!::).)+", re.DOTALL)
 """fsspec also reads archives, local caches and chains of these (`a::b`), which are refused; `memory` is for tests"""
@@ -31,8 +34,7 @@ class RemoteFile:
     """One file of a store, with the members of a local path that the readers use."""
 
     url: str
-    store: Any
-    """fsspec's AbstractFileSystem"""
+    store: "AbstractFileSystem"
 
     def __str__(self) -> str:
         return self.url
@@ -47,7 +49,7 @@ class RemoteFile:
     def suffix(self) -> str:
         return PurePosixPath(self.name).suffix
 
-    def open(self) -> Any:
+    def open(self) -> "AbstractBufferedFile":
         """Its bytes."""
         return self.store.open(self._path, "rb")
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 from data.read.columns import as_prompt, first_user_text, read_number
 from data.read.dialogues import (
@@ -47,7 +46,7 @@ class Shape:
     """required columns, in the order of the shape's name"""
     responses: int
     """PAIR, SINGLE or NO_RESPONSE"""
-    read: Callable[[Record, str, dict[str, Any]], Parsed]
+    read: Callable[[Record, str, Record], Parsed]
     optional: tuple[str, ...]
     """columns that are used if the record has them"""
 
@@ -111,7 +110,7 @@ def _list_shapes() -> str:
 
 
 def _read_pair(
-    prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str] = SIDES
+    prompt_column: str, record: Record, location: str, extra: Record, columns: tuple[str, str] = SIDES
 ) -> Row | Ranked:
     if any(map(_is_several, map(record.__getitem__, columns))):
         return _read_sides_of_several(prompt_column, record, location, extra, columns)
@@ -121,7 +120,7 @@ def _read_pair(
     return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
 
 
-def _pair(prompt: tuple[Message, ...], chosen: Message, rejected: Message, columns: dict[str, Any]) -> Row:
+def _pair(prompt: tuple[Message, ...], chosen: Message, rejected: Message, columns: Record) -> Row:
     """A pair; a response with a flag against the loss gives it the weight 0."""
     weight = float(chosen.learned and rejected.learned)
     row = Row(prompt, chosen.content, rejected.content, first_user_text(prompt), columns, weight=weight)
@@ -134,7 +133,7 @@ def _is_several(value: object) -> bool:
 
 
 def _read_sides_of_several(
-    prompt_column: str, record: Record, location: str, extra: dict[str, Any], columns: tuple[str, str]
+    prompt_column: str, record: Record, location: str, extra: Record, columns: tuple[str, str]
 ) -> Ranked:
     """Several responses on one side, as in best-of-4 files: each chosen response with each rejected one."""
     responses: list[tuple[str, float]] = []
@@ -147,7 +146,7 @@ def _read_sides_of_several(
     return Ranked(prompt, tuple(responses), first_user_text(prompt), _read_pair_columns(extra, location))
 
 
-def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, Any]) -> Row:
+def _read_pair_without_prompt(record: Record, location: str, extra: Record) -> Row:
     """Two dialogues or texts with the same beginning, or two responses to the dialogue in `messages`."""
     before, chosen, rejected = _read_sides(record, location)
     if before:
@@ -166,7 +165,7 @@ def _read_pair_without_prompt(record: Record, location: str, extra: dict[str, An
     return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
 
 
-def _names_another_prompt(record: Record, extra: dict[str, Any]) -> bool:
+def _names_another_prompt(record: Record, extra: Record) -> bool:
     """Whether the prompt of a pair may be elsewhere than at the beginning of two texts."""
     has_texts = all(isinstance(record[side], str) for side in SIDES)
     other_texts = [name for name, value in extra.items() if isinstance(value, str) and name not in NAMED]
@@ -186,7 +185,7 @@ def _common_words(first: str, second: str) -> str:
     return common.rstrip()
 
 
-def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | Ranked:
+def _read_voted(record: Record, location: str, extra: Record) -> Row | Ranked:
     """Two responses and a person's preference. Raises: Unusable for a tie, and if the preference is empty."""
     vote = read_optional_text(record, "preference", location).strip().lower()
     if vote in ("", "tie"):
@@ -198,7 +197,7 @@ def _read_voted(record: Record, location: str, extra: dict[str, Any]) -> Row | R
     return _read_pair("prompt", record, location, extra, columns if vote == "a" else columns[::-1])
 
 
-def _read_pair_columns(extra: dict[str, Any], location: str) -> dict[str, Any]:
+def _read_pair_columns(extra: Record, location: str) -> Record:
     """The columns of a pair, with the margin as a number. CSV has it as text, which is empty if there is none."""
     margin = extra.get("margin")
     if margin in (None, ""):
@@ -227,7 +226,7 @@ def _read_sides(
     return before, chosen, rejected
 
 
-def _read_single(prompt_column: str, column: str, record: Record, location: str, extra: dict[str, Any]) -> Row | Ranked:
+def _read_single(prompt_column: str, column: str, record: Record, location: str, extra: Record) -> Row | Ranked:
     if column == "output" and isinstance(record[column], list):
         return _rank_by_order(read_prompt(record, prompt_column, location), record, column, location, extra)
     before, response = read_response(record, column, location)
@@ -237,7 +236,7 @@ def _read_single(prompt_column: str, column: str, record: Record, location: str,
     return Row(prompt, response.content, None, first_user_text(prompt), extra, response_keys=keys, weight=weight)
 
 
-def _read_ranked(prompt_column: str, record: Record, location: str, extra: dict[str, Any]) -> Ranked:
+def _read_ranked(prompt_column: str, record: Record, location: str, extra: Record) -> Ranked:
     prompt = read_prompt(record, prompt_column, location)
     if not isinstance(record["responses"], list):
         got = short_json(record["responses"])
@@ -251,9 +250,7 @@ def _read_ranked(prompt_column: str, record: Record, location: str, extra: dict[
     return ranked
 
 
-def _rank_by_order(
-    prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: dict[str, Any]
-) -> Ranked:
+def _rank_by_order(prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: Record) -> Ranked:
     """The responses in a column, the best one first."""
     values = {f"{column}[{i}]": value for i, value in enumerate(record[column])}
     if not values:
@@ -271,7 +268,7 @@ def _read_numbers(record: Record, column: str, location: str, count: int) -> lis
     return [read_number(elements, name, location) for name in elements]
 
 
-def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str, Any]) -> Labelled:
+def _read_labelled(shape: Shape, record: Record, location: str, extra: Record) -> Labelled:
     row = shape.read(record, location, extra)
     if not isinstance(row, Row) or row.response is None:
         raise UserError(f"{location}: got a label but no single response, expected one response that is good or bad")
@@ -287,7 +284,7 @@ def _read_labelled(shape: Shape, record: Record, location: str, extra: dict[str,
     return Labelled(row.prompt, row.response, good, row.group, row.columns)
 
 
-def _read_conversation(column: str, record: Record, location: str, extra: dict[str, Any]) -> Row | Unanswered:
+def _read_conversation(column: str, record: Record, location: str, extra: Record) -> Row | Unanswered:
     turns = with_system_message(record, read_dialogue(record, column, location), location)
     group = first_user_text(turns)
     # What follows the last learned turn is no context of anything.
@@ -299,17 +296,17 @@ def _read_conversation(column: str, record: Record, location: str, extra: dict[s
     return Unanswered(whole, _answered(turns, answers[-1], group, extra)) if answers else whole
 
 
-def _answered(turns: tuple[Message, ...], last: int, group: str, extra: dict[str, Any], weight: float = 1.0) -> Row:
+def _answered(turns: tuple[Message, ...], last: int, group: str, extra: Record, weight: float = 1.0) -> Row:
     """A dialogue up to its turn number `last`, which is the response."""
     answer = turns[last]
     return Row(turns[:last], answer.content, None, group, extra, response_keys=answer.keys, weight=weight)
 
 
-def _read_plain_text(record: Record, location: str, extra: dict[str, Any]) -> Row:
+def _read_plain_text(record: Record, location: str, extra: Record) -> Row:
     return Row((), read_text(record, "text", location), None, "", extra)
 
 
-def _read_prompt_only(record: Record, location: str, extra: dict[str, Any]) -> Row:
+def _read_prompt_only(record: Record, location: str, extra: Record) -> Row:
     prompt = read_prompt(record, "prompt", location)
     return Row(prompt, None, None, first_user_text(prompt), extra)
 

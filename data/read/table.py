@@ -21,7 +21,7 @@ class Ranked:
     prompt: tuple[Message, ...]
     responses: tuple[tuple[str, float], ...]
     group: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: Record = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Labelled:
     response: str
     good: bool
     group: str = ""
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: Record = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Table:
 
     reader: RecordReader
     config: TableConfig
-    parse: Callable[[Record, str], Any]
+    parse: Callable[[Record, str], object]
     combine: Callable[[Iterator[Any], Phase], Iterator[Row | Skipped]] = phase_rows
     splits: Mapping[Phase, str] = field(default_factory=dict)
 
@@ -174,7 +174,7 @@ class Table:
     def _split(self, phase: Phase) -> str:
         return self.config.split or self.splits.get(phase, "train")
 
-    def _parsed(self, phase: Phase) -> Iterator[Any]:
+    def _parsed(self, phase: Phase) -> Iterator[object]:
         for location, record in self.reader.records(self._split(phase), self.config):
             if isinstance(record, Skipped):
                 yield record

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -97,7 +96,7 @@ def build(config: Config, path: str) -> Demo:
     return Demo(config)
 
 
-def true_score(prompts: Sequence[str], responses: Sequence[str], **columns: Any) -> list[float]:
+def true_score(prompts: Sequence[str], responses: Sequence[str], **columns: object) -> list[float]:
     """The mean value of a response's adjectives, in [-1, 1]; -1 for another animal or an incorrect sentence.
 
     Raises: UserError if a prompt is not one of the demo's.

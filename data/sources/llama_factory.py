@@ -6,10 +6,9 @@ have LLaMA-Factory's defaults. A relative `file_name` is beside the dataset_info
 
 import json
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from data.read.columns import first_user_text, read_flag, read_list, read_struct, read_value
 from data.read.dialogues import read_prompt
@@ -112,7 +111,7 @@ def read_entry(path: str) -> tuple[Entry, Path]:
     return _check(entries[name], f"{file}: {name}"), file
 
 
-def _check(values: Mapping[str, Any], location: str) -> Entry:
+def _check(values: Record, location: str) -> Entry:
     """The entry. A key whose value is null counts as left out."""
     values = {key: value for key, value in values.items() if value is not None}
     for section in ("columns", "tags"):
@@ -206,7 +205,7 @@ def _standard(entry: Entry, record: Record, location: str, **names: str) -> Reco
     return extra | {name: read_value(record, columns[key], location) for name, key in names.items() if key in columns}
 
 
-def _message(tags: Tags, message: object, location: str) -> dict[str, Any]:
+def _message(tags: Tags, message: object, location: str) -> Record:
     """{role, content} of a message in the format that the tags describe."""
     if not isinstance(message, dict) or tags.role_tag not in message or tags.content_tag not in message:
         expected = f"a message {{{tags.role_tag}, {tags.content_tag}}}"
