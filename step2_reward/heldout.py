@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from step2_reward.config import RewardConfig
 
 DIVERGED = 10
 """multiple of the loss of guessing, log 2; runs that overfit end at one to three times that loss"""
-PairScores = Callable[[Any, Pairs], PairOutput]
+PairScores = Callable[[ScalarModel | Engine[ScalarModel], Pairs], PairOutput]
 """(model, or its engine; pairs) -> the scores of both sides"""
 
 

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import require_writable
 from rlhf.evaluation.comparison import RESULTS
@@ -233,12 +233,12 @@ def require_output(options: EvaluateRewardConfig) -> None:
         )
 
 
-def _provenance(model: str) -> dict[str, Any]:
+def _provenance(model: str) -> Tree:
     path = resolve(manifests.resolve_model_path(model, "model", "critic"))
     return {"model": model, "path": path, "manifest_sha256": manifests.manifest_digest(path)}
 
 
-def _write(output: Path, content: Mapping[str, Any], page: str) -> None:
+def _write(output: Path, content: Mapping[str, object], page: str) -> None:
     """Write results.json last: if it exists, results.md is complete. Raises: UserError."""
     try:
         disk.write_text(output / "results.md", page)

@@ -1,12 +1,12 @@
 """The declaration of step 3 and the options of every algorithm. An algorithm's own options are in its file."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from data.config import DataOptions
 from rlhf import console, plugins
-from rlhf.config import Config
+from rlhf.config import Config, Tree
 from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, Phase, ReportParts, Result
 from rlhf.config.mistakes import refused
 from rlhf.config.options import (
@@ -267,7 +267,7 @@ class Step3Config(
     """engine options of learned reward models and judges; an option that is not set here is as for the critic"""
 
     @classmethod
-    def adopt(cls, values: dict[str, Any], source: object) -> dict[str, Any]:
+    def adopt(cls, values: Tree, source: object) -> Tree:
         """The values of a file that is for another algorithm, without what only that one accepts; a line names it."""
         other = plugins.find(f"{__package__}.algorithms", str(values.get("algorithm", "ppo"))).Config
         foreign = refused(cls, values) - refused(other, values)
@@ -278,7 +278,7 @@ class Step3Config(
 
     @field_validator("reward", mode="before")
     @classmethod
-    def _as_tuple(cls, value: Any) -> Any:
+    def _as_tuple(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")

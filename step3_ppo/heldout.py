@@ -5,13 +5,13 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import console
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
@@ -131,10 +131,10 @@ def _ci95(values: Tensor) -> float:
     return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")
 
 
-def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[dict[str, Any]]:
+def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[Tree]:
     """Append a line for each held-out prompt of all ranks: both responses, their numbers, and the ids of the second.
     Rank 0 writes, and returns what it wrote without the ids; other ranks return nothing."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Tree] = []
     if not collectives.is_main():
         return rows
     texts = zip(after.prompts, after.questions, before.responses, after.responses, strict=True)

@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from data.dataset import PromptDataset
 from data.prepare.encode import Prompt
 from rlhf import rewards
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
@@ -101,11 +101,11 @@ class Learner:
         self.clock.lap("update")
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Tree:
         """State beside the weights: the KL coefficient and the statistics of the scores."""
         return self.kl.state_dict() | {"scores": self.scaling.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Tree) -> None:
         """Resume from there."""
         self.kl.load_state_dict(state)
         self.scaling.load_state_dict(state["scores"])

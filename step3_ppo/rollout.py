@@ -37,7 +37,7 @@ class Reference:
     source: FrozenEngine | Adapter
 
     @contextlib.contextmanager
-    def of(self, actor: Engine) -> Iterator[Any]:
+    def of(self, actor: Engine) -> Iterator[Policy]:
         """The reference model in eval mode, without gradients."""
         if isinstance(self.source, FrozenEngine):
             with self.source.inference() as reference:
@@ -104,7 +104,7 @@ def generate(
 
 
 @torch.no_grad()
-def score(rollout: SampledRollout, actor: Engine[Any], critic: Engine[Any] | None, scorer: Scorer) -> ScoredRollout:
+def score(rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer: Scorer) -> ScoredRollout:
     """The rollout with scores, old and reference log-probs, and the critic's values, on the CPU.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
@@ -218,9 +218,9 @@ class ScoreScaling:
                 scores = ((scores.double() - (mean if c.use_score_norm else 0.0)) / var.sqrt()).to(scores.dtype)
         return scores if c.score_clip is None else scores.clamp(-c.score_clip, c.score_clip)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float]]:
         """Number, sum and sum of squares of the scores so far."""
         return {"moments": self._moments.tolist()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
         self._moments = torch.tensor(state["moments"], dtype=torch.float64)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 from data.batches import Batches
 from data.dataset import PromptDataset
 from data.prepare.encode import Prompt
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import Tolerance
 from rlhf.types import ScoredRollout
@@ -59,10 +59,10 @@ class Schedule:
         self._tolerance.skip(f"iteration {iteration.number + 1}", list(problems), rows, rollout)
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Tree:
         """The iterations done, and the position in the prompts."""
         return {"done": self.done, "prompts": self._batches.state_dict(), "bad_in_a_row": self._tolerance.in_a_row}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Tree) -> None:
         self.done, self._tolerance.in_a_row = state["done"], state["bad_in_a_row"]
         self._batches.load_state_dict(state["prompts"])

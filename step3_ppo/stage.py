@@ -24,7 +24,7 @@ from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
 from rlhf.training import random_sources
-from rlhf.training.checkpoints import Resumable
+from rlhf.training.checkpoints import Numbers, Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
 from rlhf.training.run import open_run
@@ -122,7 +122,7 @@ def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards
         return gather_evaluation(rollout, judge, learner.scorer.tokenizer, learner.scores_by_source(rollout))
 
 
-def resumable(learner: Learner, observers: Mapping[str, Any]) -> Resumable:
+def resumable(learner: Learner, observers: Mapping[str, Numbers]) -> Resumable:
     """What a checkpoint holds: the state of the models and of the observers of the run."""
     engines = {"actor": learner.actor, "critic": learner.critic}
     trained = {name: engine for name, engine in engines.items() if engine is not None}
@@ -207,7 +207,7 @@ def run(config: Step3Config) -> None:
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
         schedule, watch = Schedule(len(prompts), config), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
-        observers = {"schedule": schedule, "watch": watch, "guard": guard}
+        observers: dict[str, Numbers] = {"schedule": schedule, "watch": watch, "guard": guard}
         best = None
         if config.keep_best is not None:
             keep = partial(stage.save, "best", save_actor)

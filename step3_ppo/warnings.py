@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+
+from rlhf.config import Tree
 
 Numbers = dict[str, float]
 Rows = Sequence[Mapping[str, float]]
@@ -92,11 +93,11 @@ class Watch:
                 notices.append(Notice(rule.name, numbers, rule.advice))
         return notices
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Tree:
         """The rows so far, and the rules that hold."""
         return {"rows": self._rows, "holding": sorted(self._holding)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Tree) -> None:
         self._rows, self._holding = list(state["rows"]), set(state["holding"])
 
 

@@ -91,7 +91,7 @@ class FromFile:
     def _checked(self, name: str, fault_of: Callable[[Any, Any], str]) -> Callable[..., Any]:
         function = getattr(self._algorithm, name)
 
-        def call(first: Any, *others: Any) -> Any:
+        def call(first: object, *others: object) -> Any:
             result = plugins.call(self._file, name, function, first, *others)
             fault = fault_of(result, first)
             if fault:
@@ -101,7 +101,7 @@ class FromFile:
         return call
 
 
-def _fault_of_credit(credit: Any, rollout: ScoredRollout) -> str:
+def _fault_of_credit(credit: object, rollout: ScoredRollout) -> str:
     shape = tuple(rollout.mask.shape)
     if not isinstance(credit, Credit):
         return f"a value of type {type(credit).__name__}, expected a Credit"

@@ -4,8 +4,6 @@ Llama 2 did so before PPO (arXiv 2307.09288, section 3.2.3), RAFT instead of it 
 the best of earlier iterations; here each iteration learns from its own responses alone.
 """
 
-from typing import Any
-
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -27,7 +25,7 @@ class Config(Step3Config):
 
     @field_validator("use_score_scaling", "score_clip")
     @classmethod
-    def _refuse_score_scaling(cls, value: Any) -> Any:
+    def _refuse_score_scaling(cls, value: object) -> object:
         if value:
             raise ValueError("expected no change of scores; only the order of the scores of one prompt matters here")
         return value
