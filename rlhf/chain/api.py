@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from typing import Any
 from rlhf import plugins
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
-from rlhf.config import parser
+from rlhf.config import Tree, parser
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.launch.launcher import rank_environment
 
+DataPath = str | Path | Sequence[str | Path]
 TOP = {*LaunchOptions.model_fields, "deployment_type", "num_processes"}
 """options of processes and hosts, which are not those of a stage"""
 INSIDE = "RLHF_CALLED_FROM_PYTHON"
@@ -52,7 +53,7 @@ class Result:
     """metrics of the last evaluation, as in manifest.json"""
 
 
-def sft(*, model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+def sft(*, model: str, data_path: DataPath, output_dir: str | Path, **options: object) -> Result:
     """Fine-tune a language model on responses (step 1).
 
     model: directory, hub id, short name or .yaml; data_path: as `--data-path`, one or a list
@@ -62,18 +63,18 @@ def sft(*, model: str, data_path: Any, output_dir: str | Path, **options: Any) -
     return _stage(1, output_dir, {"model": model, "data_path": data_path, **options})
 
 
-def reward(*, model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+def reward(*, model: str, data_path: DataPath, output_dir: str | Path, **options: object) -> Result:
     """Train a reward model on preferences (step 2). Arguments and errors as of `sft`."""
     return _stage(2, output_dir, {"model": model, "data_path": data_path, **options})
 
 
 def ppo(
     *,
-    data_path: Any,
+    data_path: DataPath,
     output_dir: str | Path,
     model: str | Path | None = None,
     reward_model: str | Path | None = None,
-    **options: Any,
+    **options: object,
 ) -> Result:
     """Train a policy by reinforcement learning (step 3). Arguments and errors as of `sft`.
 
@@ -86,7 +87,7 @@ def ppo(
     return _stage(3, output_dir, {"data_path": data_path, **chosen, **options})
 
 
-def train(*, actor_model: str, data_path: Any, output_dir: str | Path, **options: Any) -> Result:
+def train(*, actor_model: str, data_path: DataPath, output_dir: str | Path, **options: object) -> Result:
     """The whole chain, as `rlhf train`; returns the result of its last step.
 
     options: those of `rlhf train`; options of one stage as a mapping: `ppo={"kl_coef": 0.1}`
@@ -97,7 +98,7 @@ def train(*, actor_model: str, data_path: Any, output_dir: str | Path, **options
     return _run("train", Path(output_dir), plain, max(map(int, steps)) if isinstance(steps, list) else int(steps))
 
 
-def _stage(step: int, output_dir: str | Path, options: Mapping[str, Any]) -> Result:
+def _stage(step: int, output_dir: str | Path, options: Mapping[str, object]) -> Result:
     section = SECTIONS[step]
     plain = {name: _plain(value) for name, value in options.items()}
     own = {name: value for name, value in plain.items() if name not in TOP}
@@ -105,7 +106,7 @@ def _stage(step: int, output_dir: str | Path, options: Mapping[str, Any]) -> Res
     return _run(section, Path(output_dir), {"steps": [step], **top, section: own}, step)
 
 
-def _run(name: str, output_dir: Path, options: dict[str, Any], step: int) -> Result:
+def _run(name: str, output_dir: Path, options: Tree, step: int) -> Result:
     """Run the chain with these options to its end. Raises: UserError, RunError."""
     if INSIDE in os.environ:
         raise UserError(
@@ -150,7 +151,7 @@ def _call(command: list[str]) -> tuple[int, list[str]]:
     return process.returncode, lines
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value as a YAML file has it: paths and functions by name."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
@@ -163,7 +164,7 @@ def _plain(value: Any) -> Any:
     return _function_name(value) if callable(value) else value
 
 
-def _function_name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., object]) -> str:
     """`my_reward.py:score` of a function. Raises: UserError for one that another process cannot import by its name."""
     name = getattr(function, "__qualname__", "")
     try:

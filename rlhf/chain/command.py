@@ -22,6 +22,7 @@ from rlhf.chain.options import (
     SECTIONS,
     SHORT_HELP,
     ChainConfig,
+    StageOptions,
     as_typed,
     chain_config,
     changed,
@@ -53,7 +54,7 @@ UNFINISHED = (
 )
 
 
-def plan(chain: ChainConfig, processes: int) -> dict[int, Any]:
+def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
     """The options of the stages to run, by step. Prints which other stages are finished or not needed.
 
     Every stage is checked before the first is started. Raises: UserError.
@@ -64,7 +65,7 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, Any]:
     from rlhf.training import progress
 
     planned: dict[str, str] = {}
-    todo: dict[int, Any] = {}
+    todo: dict[int, StageOptions] = {}
     finished = []
     for step in chosen_steps(chain):
         options, name, stage = getattr(chain, SECTIONS[step]), STAGES[step].name, load(step)
@@ -91,7 +92,9 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, Any]:
     return todo
 
 
-def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.ExitStatus]) -> launcher.ExitStatus:
+def run_stage(
+    step: int, options: StageOptions, run: Callable[[str, list[str]], launcher.ExitStatus]
+) -> launcher.ExitStatus:
     """Run one stage to its end with `run`, and return its exit status."""
     from rlhf.storage import disk
 
@@ -104,7 +107,7 @@ def run_stage(step: int, options: Any, run: Callable[[str, list[str]], launcher.
 
 
 def run_with_restarts(
-    step: int, options: Any, run: Callable[[str, list[str]], launcher.ExitStatus], restarts: int
+    step: int, options: StageOptions, run: Callable[[str, list[str]], launcher.ExitStatus], restarts: int
 ) -> launcher.ExitStatus:
     """Run one stage. After a crash, run it again from its newest checkpoint, at most `restarts` times.
 
@@ -136,7 +139,7 @@ def manifest_version(stage: Path) -> tuple[int, int] | None:
     return None
 
 
-def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, Any]) -> NoReturn:
+def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, StageOptions]) -> NoReturn:
     """End the chain with the exit code of a failed stage; print a summary unless the stage explained the failure.
 
     The report shows how far it came, unless a signal asks for the end: then the time may be short.
@@ -256,7 +259,9 @@ def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
     return chain
 
 
-def run_all(todo: dict[int, Any], deployment: Deployment, ranks: Any) -> tuple[int, launcher.ExitStatus] | None:
+def run_all(
+    todo: dict[int, StageOptions], deployment: Deployment, ranks: Any
+) -> tuple[int, launcher.ExitStatus] | None:
     """Run the stages in order. Returns the first step that fails and its exit status, or None if all finish."""
     with contextlib.ExitStack() as stack:
         if deployment.hosts:

@@ -4,13 +4,13 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, create_model, model_validator
 
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, foreign_settings, parser
+from rlhf.config import Config, Tree, foreign_settings, parser
 from rlhf.config.options import EngineOptions, ModelPath, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
@@ -22,6 +22,7 @@ from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
 from step3_ppo.kl import KLOptions
 
+StageOptions = SFTConfig | RewardConfig | Step3Config
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
 """sections of options, by step"""
 SHORT_HELP = {
@@ -84,7 +85,7 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
 
     @model_validator(mode="before")
     @classmethod
-    def _reward_model_is_the_actors(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _reward_model_is_the_actors(cls, values: Tree) -> Tree:
         """Unless another one is named."""
         model = values.get("reward_model") or values.get("actor_model") or cls.model_fields["actor_model"].default
         section = values.get("reward", {})
@@ -188,7 +189,7 @@ def overlay(argv: list[str], over: int) -> parser.Overlay:
     """The options that a DeepSpeed JSON and `accelerate launch` set, over the first `over` config files. Raises:
     UserError."""
     settings = foreign_settings.read(argv)
-    tree: dict[str, Any] = foreign_settings.values(settings, ChainConfig)
+    tree: Tree = foreign_settings.values(settings, ChainConfig)
     for section, options in _section_classes().items():
         own = foreign_settings.values(foreign_settings.read(argv, section), options)
         tree |= {section: own} if own else {}
@@ -212,7 +213,7 @@ def without_one_time_options(chain: ChainConfig) -> ChainConfig:
     return chain.model_copy(update={**once, "overwrite": False, "steps": None, "rehearse": False, "push_to_hub": None})
 
 
-def changed(chain: ChainConfig) -> dict[str, Any]:
+def changed(chain: ChainConfig) -> Tree:
     """The options that differ from their defaults and, in a section, from the top. `--config` can read them."""
     defaults = combine(type(chain), [])
     top = {name: value for name, value in parser.changed(chain, defaults).items() if name not in SECTIONS.values()}

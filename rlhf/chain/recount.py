@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
 
 from data.config import DataOptions
 from data.dataset import PhaseData, open_datasets
@@ -133,7 +133,7 @@ def recount(step: int, stage: StageRecord) -> Iterator[Claim]:
         yield Claim("can be computed again", "yes", f"no: {error}")
 
 
-def load_plainly(auto: Any, path: str, **options: Any) -> Any:
+def load_plainly(auto: Any, path: str, **options: object) -> PreTrainedModel:
     """The saved model as transformers loads it, or as peft does if it is an adapter. auto: a class of transformers.
     Raises: UserError."""
     with explain_load_errors(path):
@@ -162,11 +162,11 @@ class Recount:
         """The path, or hub id, of a model that the stage started from."""
         return resolve(str(input_path(self.manifest, name, self.stage.directory.parent)))
 
-    def model(self, path: str, classifier: bool = False) -> tuple[Any, float]:
+    def model(self, path: str, classifier: bool = False) -> tuple[PreTrainedModel, float]:
         """A language model, or a classifier with one label, in fp32; and s / scale in the dtype of the run."""
         gc.collect()  # the model before this one
-        options: dict[str, Any] = {"num_labels": 1} if classifier else {}
-        auto: Any = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
+        options = {"num_labels": 1} if classifier else {}
+        auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
         model = load_plainly(auto, path, dtype=torch.float32, **options)
         if classifier:  # it is read at the last id, also where a policy has sampled the id of padding
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
@@ -219,7 +219,7 @@ def log_probs(model: Any, ids: Sequence[int], start: int = 1, temperature: float
     return logits.log_softmax(-1).gather(1, index)[:, 0].double().cpu(), logits.square().mean().item()
 
 
-def scores(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
+def scores(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     """The score of each row by a classifier, float64 [N]."""
     return torch.tensor([float(outputs(model, row)[0]) for row in rows], dtype=torch.float64)
 
@@ -316,7 +316,7 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     yield _scores(run, template, triples)
 
 
-def _scores(run: Recount, template: Template, responses: Sequence[tuple[Any, ...]]) -> Claim:
+def _scores(run: Recount, template: Template, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> Claim:
     """The claim on the scores, if they are those of one reward model with the policy's tokenizer. responses: ids of the
     prompt and of the response, and whether it has ended"""
     (weight, spec), *others = [split_weight(spec) for spec in run.config["reward"]]
@@ -342,7 +342,7 @@ def _farthest(name: str, claims: Sequence[float], values: Tensor, bound: float) 
     return Claim(f"{name}, the farthest of {len(values)}", claims[worst], values[worst].item(), bound)
 
 
-def _end_ids(model: Any, template: Template) -> list[int]:
+def _end_ids(model: PreTrainedModel, template: Template) -> list[int]:
     """The ids at which a response of the saved model ends."""
     ids = model.generation_config.eos_token_id
     return [template.tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [])]

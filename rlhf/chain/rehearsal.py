@@ -15,11 +15,14 @@ import transformers
 
 from rlhf import console, plugins
 from rlhf.chain import report
+from rlhf.chain.options import StageOptions
 from rlhf.chain.recount import load_plainly
 from rlhf.chain.stages import STAGES, load
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
+from rlhf.launch.supervisor import ExitStatus
 from rlhf.models.load import load_config
 from rlhf.plan.activations import with_layers
 from rlhf.report.records import read_stage
@@ -27,6 +30,7 @@ from rlhf.storage.manifests import CARD, planned_start, read_manifest, resolve_m
 from rlhf.text.tokenizer import load_tokenizer
 from rlhf.training.record import LEFT_OUT
 
+RunAll = Callable[[dict[int, StageOptions]], tuple[int, ExitStatus] | None]
 FOLDER = ".rehearsal"
 """in the output directory, removed at the end; also the project of its runs in trackers"""
 LAYERS, STEPS = 2, 2
@@ -34,7 +38,7 @@ EVAL_ROWS = 17
 """no multiple of a batch of a user's reward: the run's number may be none"""
 
 
-def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, Any]], Any]) -> None:
+def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> None:
     """Run the stages in small, and remove what they have written.
 
     todo: checked options by step; ranks: processes of a stage; run_all: runs stages, and returns the step that failed
@@ -61,7 +65,7 @@ def rehearse(todo: Mapping[int, Any], ranks: int, run_all: Callable[[dict[int, A
     console.say(f"rehearsal: passed in {time.monotonic() - start:.0f} s; now the run")
 
 
-def _run(small: dict[int, Any], run_all: Callable[[dict[int, Any]], Any]) -> None:
+def _run(small: dict[int, StageOptions], run_all: RunAll) -> None:
     """Raises: SystemExit with the status of the stage that failed."""
     failed = run_all(small)
     if failed is not None:
@@ -87,7 +91,7 @@ def _require_whole(step: int, directory: Path) -> None:
             load_plainly(transformers.AutoModelForCausalLM, str(directory / name))
 
 
-def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any]:
+def in_small(todo: Mapping[int, StageOptions], folder: Path, ranks: int) -> dict[int, StageOptions]:
     """The options of each stage for a rehearsal in `folder`."""
     inputs = {step: _inputs(step, options, todo, folder) for step, options in todo.items()}
     paths = list(dict.fromkeys(path for existing, _ in inputs.values() for path in existing.values()))
@@ -95,7 +99,7 @@ def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any
     if whole:
         console.say("rehearsal: with whole models, because one is an adapter on another")
     small = {path: path if whole else write_shallow(path, folder / f"model-{i}") for i, path in enumerate(paths)}
-    changes: dict[int, dict[str, Any]] = {
+    changes: dict[int, Tree] = {
         step: _changes(step, todo[step], ranks) | {name: small[path] for name, path in existing.items()} | planned
         for step, (existing, planned) in inputs.items()
     }
@@ -104,7 +108,9 @@ def in_small(todo: Mapping[int, Any], folder: Path, ranks: int) -> dict[int, Any
     }
 
 
-def _inputs(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+def _inputs(
+    step: int, options: StageOptions, todo: Mapping[int, StageOptions], folder: Path
+) -> tuple[dict[str, str], dict[str, str]]:
     """The models that a stage starts from, by option: those that exist, and those that an option names and a stage of
     `todo` makes, in `folder`. Without an option the stage finds the latter, and the critic, as in the run."""
     folders = {"actor_model": ("actor", "model"), "model": ("model", "actor")}
@@ -120,9 +126,9 @@ def _inputs(step: int, options: Any, todo: Mapping[int, Any], folder: Path) -> t
     return existing, planned
 
 
-def _changes(step: int, options: Any, ranks: int) -> dict[str, Any]:
+def _changes(step: int, options: Any, ranks: int) -> Tree:
     """Options for two steps, with an evaluation, a checkpoint and an export after each."""
-    changes: dict[str, Any] = {
+    changes: Tree = {
         "report_to": tuple(map(_in_project, options.report_to)),
         "save_every": 1,
         "keep_last_checkpoint": True,
