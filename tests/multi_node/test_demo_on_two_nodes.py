@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.launch.rank_variables import RANK_VARIABLES
 from tests.multi_node.world import ROOT, Machine, World
 from tests.support.processes import until
 
@@ -140,10 +141,12 @@ def on(
 ) -> "Iterator[subprocess.Popen[str]]":
     """The chain's first stage on one host; killed at the end if it is still there."""
     step_1 = ["--steps", "1", "--output-dir", str(out), "--rendezvous-timeout-s", str(timeout_s)]
+    # without those that a process group of these tests may have left
+    plain = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     with subprocess.Popen(
         host.inside(sys.executable, *launcher, "train.py", *SMALL, *step_1),
         cwd=ROOT,
-        env=os.environ | environment,
+        env=plain | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
