@@ -150,7 +150,7 @@ def update(
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
     The learning rate after it is the same whether steps were left out or not.
-    `credited`: the rollout of all ranks, the same on every rank (`global_rollout.gather`), on the CPU. Minibatches are
+    `credited`: the rollout of all ranks, the same on every rank (`gather`), on the CPU. Minibatches are
     drawn from it, and each is dealt to the ranks. `indices`: of its prompts in the data, for messages.
     Returns metrics averaged over the steps that were applied, the number of steps, and `first_approx_kl`: of the first
     minibatch, on which the policy is still the one that sampled, so it must be 0.

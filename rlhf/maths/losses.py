@@ -117,7 +117,7 @@ def clipped_policy(
     with ratio = exp(logprobs - old_logprobs) and (low, high) = cliprange: arXiv 1707.06347, eq. 7, where the two are
     equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger.
     Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
-    clip_fraction, tokens on which the clip of eq. 7 binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
+    clip_fraction, tokens on which the clip binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
     """
     logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
     # An infinite ratio would have a gradient of 0 * inf = NaN.

@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._common import GAEConfig, gae_credit
+from step3_ppo.algorithms._credit import GAEConfig, gae_credit
 
 
 class Config(GAEConfig):

@@ -10,7 +10,7 @@ from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, response_weights
+from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss, response_weights
 from step3_ppo.kl import KLOptions
 
 

@@ -8,11 +8,12 @@ from torch import Tensor
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._common import ClippedConfig, GAEConfig, clipped_loss, gae_credit
+from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._credit import GAEConfig, gae_credit
 
 
 class Config(GAEConfig, ClippedConfig):
-    """PPO: a policy and a critic, both clipped around their outputs at the rollout."""
+    """PPO: a policy and a critic, both clipped around their outputs at the rollout (the policy in _clipping.py)."""
 
     cliprange_value: float = Field(0.2, gt=0)
     """the value counts within +- cliprange_value of the old one"""

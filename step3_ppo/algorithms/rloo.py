@@ -7,7 +7,8 @@ from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._common import ClippedConfig, clipped_loss, rewards_of, whitened
+from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._credit import rewards_of, whitened
 from step3_ppo.kl import KLOptions
 
 

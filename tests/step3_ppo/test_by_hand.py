@@ -14,7 +14,7 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms import Iteration, _common, a2c
+from step3_ppo.algorithms import Iteration, _credit, a2c
 from tests.contracts.test_algorithms import built, losses_and_gradients, moved, rollout
 from tests.support.players import first
 
@@ -244,7 +244,7 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
     shares = [torch.tensor([0, 3, 4, 5, 6, 7]), torch.tensor([1, 2])]
 
     def raw(share: Tensor) -> Tensor:
-        with mock.patch.object(_common.ops, "whiten", lambda x, *_: x):
+        with mock.patch.object(_credit.ops, "whiten", lambda x, *_: x):
             return ops.moments(player.credit(r[share], LATER).advantages, r.mask[share])
 
     for mine, theirs in (shares, shares[::-1]):

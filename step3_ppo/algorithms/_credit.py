@@ -1,0 +1,52 @@
+"""Parts of credit that several algorithms share: the KL in the reward, generalised advantage estimation, whitening."""
+
+from pydantic import Field
+from torch import Tensor
+
+from rlhf.distributed import collectives
+from rlhf.maths import credit as crediting
+from rlhf.maths import ops
+from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithms import Iteration
+from step3_ppo.kl import KLOptions
+
+
+class GAEConfig(KLOptions):
+    """Credit by generalised advantage estimation, which needs a critic."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount per token"""
+    lam: float = Field(0.95, ge=0, le=1)
+    """lambda of generalised advantage estimation"""
+    lam_value: float | None = Field(None, ge=0, le=1)
+    """lambda of the returns that the critic learns, if another than lam (decoupled GAE); 1: sums of rewards, without
+    the critic's own values"""
+    whiten_advantages: bool = True
+    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
+
+
+def rewards_of(rollout: ScoredRollout, kl_coef: float) -> Tensor:
+    """Per-token rewards of a scored rollout, KL penalty and score. [B, T]"""
+    return crediting.kl_rewards(rollout.scores, rollout.logprobs, rollout.ref_logprobs, rollout.mask, kl_coef)
+
+
+def gae_credit(rollout: ScoredRollout, config: GAEConfig, iteration: Iteration) -> Credit:
+    """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]
+
+    The returns have a lambda of their own, `lam_value`, if it is set (decoupled GAE: VC-PPO, arXiv 2503.01491; VAPO,
+    arXiv 2504.05118). While the critic is pretrained, lambda is 1: the returns are sums of rewards, without its own
+    values (VC-PPO, section 3.1).
+    """
+    assert rollout.values is not None
+    rewards = rewards_of(rollout, iteration.kl_coef)
+    lam, lam_value = (1.0, None) if iteration.pretrains_critic else (config.lam, config.lam_value)
+    advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam)
+    if lam_value is not None:
+        _, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam_value)
+    return Credit(whitened(advantages, rollout.mask) if config.whiten_advantages else advantages, returns)
+
+
+def whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and variance 1 over all tokens of the mask on all ranks. [B, T]"""
+    mean, var = ops.mean_var(collectives.sum_over_ranks(ops.moments(advantages, mask)))
+    return ops.whiten(advantages, mask, mean, var)
