@@ -57,9 +57,9 @@ class Options(CellOptions):
 
     variants: str = str(ROOT / "benchmarks" / "variants" / "efficiency.yaml")
     """YAML file of the variants"""
-    seeds: int = Field(3, ge=1)
+    seeds: int = Field(8, ge=1)
     """seeds 0, 1, ...: of the models, the rows they learn from, and the sampling"""
-    start_samples: int = Field(512, ge=2)
+    start_samples: int = Field(256, ge=2)
     """responses of the SFT model to each held-out prompt: as far as the curve of best-of-n goes"""
     policy_samples: int = Field(16, ge=2)
     """responses of each policy to each held-out prompt"""
