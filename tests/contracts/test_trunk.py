@@ -45,6 +45,7 @@ from step3_ppo import models as step3_models
 from step3_ppo import plan as ppo_plan
 from step3_ppo import stage
 from step3_ppo.learner import Learner
+from step3_ppo.resolved import Resolved
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
 from step3_ppo.trunk import check_roles
@@ -351,13 +352,17 @@ def test_what_cannot_share_a_base_is_refused_in_one_line(options: dict[str, Any]
 @LLAMA
 def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_path: Path) -> None:
     """Also before the earlier steps of a chain have made the adapters."""
-    none = {"actor_model": None, "reward_model": None, "critic_model": None}
+    none: dict[str, str] = {}
     right = config(folders, tmp_path)
-    check_roles(right, right, none)
     starts = {"actor_model": folders.base, "reward_model": folders.base, "critic_model": folders.base}
-    planned = right.model_copy(update=starts)
-    check_roles(planned, planned, starts)
-    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+
+    def check(changes: dict[str, Any], planned: dict[str, str]) -> None:
+        changed = right.model_copy(update=changes)
+        check_roles(Resolved(changed, {name: str(getattr(changed, name)) for name in starts}, planned))
+
+    check({}, none)
+    check(starts, starts)
+    wrong: list[tuple[dict[str, Any], dict[str, str], str]] = [
         ({"reward_model": folders.base}, none, "reward model '.*': got whole weights, expected an adapter on the"),
         ({"critic_model": folders.base}, none, "critic model '.*': got whole weights"),
         ({**starts, "reward_model": str(tmp_path)}, starts, "reward model '.*': got an adapter on"),
@@ -368,9 +373,8 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
         ({**starts, "actor_model": "demo.yaml"}, starts, "has new weights, which nobody would train"),
     ]
     for changes, starts_of_models, message in wrong:
-        changed = right.model_copy(update=changes)
         with pytest.raises(UserError, match=message) as refused:
-            check_roles(changed, changed, starts_of_models)
+            check(changes, starts_of_models)
         assert "\n" not in str(refused.value)
 
 

@@ -129,7 +129,7 @@ def _line() -> str:
             not anonymous
             and path.is_relative_to(ROOT)
             and not path.is_relative_to(ROOT / "tests")
-            and ".venv" not in path.parts
+            and "site-packages" not in path.parts
         ):
             return f"{path.relative_to(ROOT)}:{frame.f_code.co_name} line {frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
