@@ -5,11 +5,15 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf.config import Config
-from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, Phase, ReportParts, Result, Runs
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
 BASELINES = (("eval_words_rule", "a bag of words"), ("eval_length_rule", "the greater length"))
+LOGISTIC = Runs("objective", ("pairwise", "every_token"))
+"""runs whose loss is that of Bradley and Terry; the scores and the loss of another objective may have another scale"""
+PAIRWISE = Runs("objective", ("pairwise",))
+"""runs whose first loss is known; every_token adds token_coef times as much"""
 STAGE = Declaration(
     name="step2_reward",
     title="A pairwise reward model on preferences.",
@@ -22,10 +26,10 @@ STAGE = Declaration(
     report=ReportParts(
         section="Step 2, reward model",
         curves=(
-            Curve("Loss", ("loss", "eval_loss"), (0.693147, "guessing")),
+            Curve("Loss", ("loss", "eval_loss"), (0.693147, "guessing"), PAIRWISE),
             Curve("Accuracy", ("accuracy", "eval_accuracy"), (0.5, "guessing")),
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
-            Curve("Loss at every token", ("token_loss",), (0.693147, "guessing")),
+            Curve("Loss at every token", ("token_loss",), (0.693147, "guessing"), LOGISTIC),
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate",)),
             Curve("Speed", ("tokens_per_second",)),
@@ -33,21 +37,33 @@ STAGE = Declaration(
         ),
         results=(
             Result("eval_accuracy", "held-out pairs in the right order", share=True, baselines=BASELINES),
-            Result("eval_loss", "loss on held-out pairs"),
+            Result("eval_loss", "Bradley-Terry loss on held-out pairs"),
         ),
         # The head is drawn so that scores are about N(0, 1): E log(1 + exp(-gap)) is between ln 2 and ln 2 + 2/8.
-        invariants=(Invariant("first loss of a batch, ln 2 = 0.693 for a head of zero", "loss", 0.35, 1.3),),
+        invariants=(
+            Invariant(
+                "first loss of a batch, ln 2 = 0.693 for a head of zero",
+                "loss",
+                0.35,
+                1.3,
+                runs=PAIRWISE,
+            ),
+        ),
         pair_scores="heldout_scores.json",
     ),
     cards={
         "model": ModelWords(
             "reward model",
             "A reward model: the backbone of a language model with a scalar head. From pairs of responses it learned "
-            "to give the preferred one the higher score (Bradley-Terry loss; InstructGPT, "
-            "[arXiv 2203.02155](https://arxiv.org/abs/2203.02155)). Only the difference between the scores of two "
-            "responses to one prompt has a meaning: its sigmoid is the predicted share of people who prefer the first.",
+            "to give the preferred one the higher score.",
             "text-classification",
             tags=("reward-model",),
+            more=(
+                LOGISTIC,
+                " The loss is that of Bradley and Terry (InstructGPT, [arXiv 2203.02155](https://arxiv.org/abs/"
+                "2203.02155)): only the difference between the scores of two responses to one prompt has a meaning, "
+                "and its sigmoid is the predicted share of people who prefer the first.",
+            ),
         )
     },
 )

@@ -18,7 +18,7 @@ from rlhf.maths import losses, preferences
 from rlhf.models.scalar import PairOutput, ScalarModel, score_separately
 from rlhf.storage import disk
 from rlhf.types import Metrics, Pairs, length_groups
-from step2_reward.config import RewardConfig
+from step2_reward.config import LOGISTIC, RewardConfig
 
 DIVERGED = 10
 """multiple of the loss of guessing, log 2; runs that overfit end at one to three times that loss"""
@@ -94,18 +94,19 @@ def require_finite(pairs: Tensor, learning_rate: float) -> None:
         )
 
 
-def require_converged(metrics: Metrics, pairs: int, learning_rate: float) -> None:
+def require_converged(metrics: Metrics, pairs: int, config: RewardConfig) -> None:
     """Raises: NonFiniteError if the held-out loss is above DIVERGED times that of guessing, and the accuracy is that of
     guessing (95 % interval).
 
-    A high loss alone is overfitting: scores in the right order are still useful.
+    A high loss alone is overfitting: scores in the right order are still useful. The scores of a user's objective may
+    have a scale in which this loss is always high, so nothing is said of them.
     """
     chance = abs(metrics["eval_accuracy"] - 0.5) < 1.96 * 0.5 / math.sqrt(pairs)
-    if chance and metrics["eval_loss"] > DIVERGED * math.log(2):
+    if chance and LOGISTIC.include(config.model_dump()) and metrics["eval_loss"] > DIVERGED * math.log(2):
         raise NonFiniteError(
             f"the run has diverged: eval_loss is {metrics['eval_loss']:.4g} and eval_accuracy "
             f"{metrics['eval_accuracy']:.2f}; guessing gives 0.69 and 0.50; nothing was exported; lower "
-            f"--learning-rate (now {learning_rate:g}) and add --overwrite"
+            f"--learning-rate (now {config.learning_rate:g}) and add --overwrite"
         )
 
 

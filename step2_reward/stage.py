@@ -207,7 +207,7 @@ class RewardModelling:
         return float(collectives.gather_objects(accuracy)[0])
 
     def require_converged(self, metrics: Metrics) -> None:
-        require_converged(metrics, self._data.evaluation.batch_elements, self._config.learning_rate)
+        require_converged(metrics, self._data.evaluation.batch_elements, self._config)
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
         scores = None if metrics is None else ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlhf.config.record import Tree
 from rlhf.config.short_help import Groups
 
 
@@ -17,6 +18,19 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of which something is true: those whose `option` names one of `plugins`, whatever their own options."""
+
+    option: str = ""
+    """empty: every run"""
+    plugins: tuple[str, ...] = ()
+
+    def include(self, options: Tree) -> bool:
+        """Whether the run with these options is one of them. A plug-in is written as `name,option=value`."""
+        return not self.option or str(options.get(self.option)).partition(",")[0].strip() in self.plugins
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """A figure of the report: metrics by step. docs/metrics.md explains each metric."""
 
@@ -24,6 +38,7 @@ class Curve:
     metrics: tuple[str, ...]
     level: tuple[float, str] | None = None
     """a value to compare with, and its name: what guessing gives, for example"""
+    level_in: Runs = Runs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """A metric that lies in [low, high] in every run, if the method is what it says."""
+    """A metric that lies in [low, high] in all `runs`, whatever they have learned, if the method is what it says."""
 
     title: str
     metric: str
@@ -59,6 +74,7 @@ class Invariant:
     """of the rows of metrics.jsonl: train or eval"""
     at_end: bool = False
     """read in the last such row of a finished stage, not in the first"""
+    runs: Runs = Runs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +122,8 @@ class ModelWords:
     bases: tuple[str, ...] = ("model",)
     """inputs of the stage of which the first that there is became this model"""
     tags: tuple[str, ...] = ()
+    more: tuple[Runs, str] = (Runs(), "")
+    """what follows `about` in the cards of some runs"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,12 +56,13 @@ def write_card(
     sources: list[Row] = (stage.data or {}).get("sources", [])
     earlier = {dataset for path in inputs.values() for dataset in base_model(path).datasets}
     metadata = _metadata(words, base, sources, earlier, results)
+    runs, more = words.more
     text = render_part(
         FOLDER / "card.md.jinja",
         plain=plain,
         data_name=data_name,
         words=words,
-        about=Markup(words.about),
+        about=Markup(words.about + (more if runs.include(stage.config) else "")),
         base=base,
         sources=[
             (data_name(str(s.get("data_path"))), s.get("rows", 0), s.get("licence") or "not known") for s in sources

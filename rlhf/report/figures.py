@@ -42,7 +42,8 @@ def curves(stages: Stages, declaration: Declaration, x_name: str = "step") -> li
         if not any(len(each.points) > 1 for each in series) or constant_value(series) is not None:
             continue
         terms = tuple(meanings[name] for name in curve.metrics if name in meanings)
-        marks = () if curve.level is None else (Mark(*curve.level, horizontal=True),)
+        holds = all(curve.level_in.include(record.config) for _, _, record in stages)
+        marks = (Mark(*curve.level, horizontal=True),) if curve.level and holds else ()
         unit = terms[0].unit if terms else ""
         unit = "" if unit in curve.title.lower() else unit
         chart = Chart(curve.title, x_name, tuple(series), unit, marks, most_points=points)
@@ -166,14 +167,14 @@ def reward_model(stages: Stages) -> list[Figure]:
 def calibration(scores: Tree, title: str = "Calibration") -> Chart:
     """Predicted against observed accuracy: pairs in bins of sigmoid(|chosen - rejected|), the share in the right order.
 
-    A calibrated model has P(preferred) = sigmoid(score difference) (Bradley-Terry), and lies on the diagonal.
+    A model of Bradley and Terry that is calibrated, P(preferred) = sigmoid(score difference), lies on the diagonal.
     """
     gaps = _gaps(scores)
     bins = preferences.calibration(gaps)
     points = [_share_point(each.predicted, each.observed, each.pairs) for each in bins]
     return Chart(
         title, "predicted share in the right order", (Series("observed", tuple(points), 0, "dots"),), "observed",
-        caption="On the diagonal a score difference means what it says. Mean distance from it: "
+        caption="On the diagonal sigmoid(score difference) is that share (Bradley-Terry). Mean distance from it: "
         f"{preferences.calibration_error(bins):.3f} ({len(gaps)} pairs).",
         x_range=(0.5, 1.0), y_range=(0.0, 1.05), diagonal=True, wide=True,
     )  # fmt: skip

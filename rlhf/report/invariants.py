@@ -37,6 +37,8 @@ def invariants(run: RunRecord) -> list[Checked]:
 def _declared(stage: StageRecord) -> Iterator[Checked]:
     name = stage.directory.name
     for each in stage.declaration.report.invariants:
+        if not each.runs.include(stage.config):
+            continue
         rows = [row for row in stage.values(each.metric) if row.get("kind") == each.kind]
         value = number(rows[-1 if each.at_end else 0], each.metric) if rows else None
         if value is not None and not (each.at_end and stage.manifest is None):

@@ -100,11 +100,14 @@ def test_a_model_without_a_finite_loss_is_refused_and_not_exported(
 
 
 def test_a_reward_model_that_overfits_has_not_diverged() -> None:
-    """A loss of 7 and more with half the pairs right has; not a loss of 2, nor scores far apart in the right order."""
-    for accuracy, loss in ((0.5, 6.9), (0.7, 50.0)):
-        pairs.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, 100, 1.0)
+    """A loss of 7 and more with half the pairs right has; not a loss of 2, nor scores far apart in the right order.
+    Nor a user's objective, which may ask for scores that far apart."""
+    for accuracy, loss, objective in ((0.5, 6.9, "pairwise"), (0.7, 50.0, "pairwise"), (0.5, 50.0, "hinge.py,gap=99")):
+        config = RewardConfig(objective=objective)
+        pairs.require_converged({"eval_accuracy": accuracy, "eval_loss": loss}, 100, config)
+    config = RewardConfig(objective="every_token,token_coef=2")
     with pytest.raises(NonFiniteError, match=r"eval_loss is 7 and eval_accuracy 0\.55"):
-        pairs.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, 1.0)
+        pairs.require_converged({"eval_accuracy": 0.55, "eval_loss": 7.0}, 100, config)
     with pytest.raises(NonFiniteError, match="1 of 2 held-out pairs are not finite"):
         pairs.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
 

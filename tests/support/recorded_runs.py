@@ -46,7 +46,9 @@ def finish(directory: Path, **manifest: Any) -> None:
     (directory / "manifest.json").write_text(json.dumps(content | manifest))
 
 
-def supervised(directory: Path, metrics: dict[str, float], steps: int = 80, before: bool = True) -> None:
+def supervised(
+    directory: Path, metrics: dict[str, float], steps: int = 80, before: bool = True, objective: str = "response"
+) -> None:
     """A finished step 1 or 2, whose loss falls as 1/step."""
     directory.mkdir(parents=True)
     file = MetricsFile(directory / "metrics.jsonl")
@@ -61,7 +63,9 @@ def supervised(directory: Path, metrics: dict[str, float], steps: int = 80, befo
     end = {f"{name}_before": 2 * value for name, value in metrics.items()} if before else {}
     file.write("eval", steps, end | metrics)
     file.close()
-    (directory / "config.yaml").write_text("learning_rate: 0.001\ndata_path: [my <data>.jsonl]\n")
+    (directory / "config.yaml").write_text(
+        f"learning_rate: 0.001\ndata_path: [my <data>.jsonl]\nobjective: {objective}\n"
+    )
     outcomes = {"train": 70, "evaluation": 10, "empty response": 15, "of another phase's share": 5}
     train = {"rows": 70, "shortened": 3, "rows_by_source": [70], "tokens_by_source": [700]}
     sources = [{"data_path": "my <data>.jsonl", "rows": 100, "outcomes": outcomes, "bad": []}]
@@ -102,7 +106,8 @@ def reinforcement(
 def run(directory: Path, gains: tuple[float, float | None] = (1.0, 0.5), responses: list[str] | None = None) -> Path:
     """The three stages."""
     supervised(directory / "step1_sft", {"eval_perplexity": 4.0})
-    supervised(directory / "step2_reward", {"eval_accuracy": 0.75, "eval_loss": 0.5}, before=False)
+    pairwise = {"eval_accuracy": 0.75, "eval_loss": 0.5}
+    supervised(directory / "step2_reward", pairwise, before=False, objective="pairwise")
     pairs = {"chosen": [2.0, 1.0, 0.5, 3.0], "rejected": [0.0, 2.0, 0.0, -1.0], "weight": [1.0] * 4}
     (directory / "step2_reward/heldout_scores.json").write_text(json.dumps(pairs))
     reinforcement(directory / "step3_ppo", gains, responses)

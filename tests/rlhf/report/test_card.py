@@ -90,6 +90,17 @@ def test_the_intervals_are_those_of_the_report(tmp_path: Path) -> None:
     assert "+1.000 ± 0.089" in text and "+0.500 ± 0.089" in text
 
 
+@pytest.mark.parametrize(
+    ("objective", "is_logistic"), [("pairwise", True), ("every_token,token_coef=1", True), ("hinge.py,gap=2", False)]
+)
+def test_the_card_says_of_the_loss_what_the_run_had(objective: str, is_logistic: bool, tmp_path: Path) -> None:
+    run = recorded_runs.run(tmp_path / "run")
+    config = run / "step2_reward/config.yaml"
+    config.write_text(config.read_text().replace("pairwise", objective))
+    text = card_of(run, 2, {"model": HUB_ID}).text
+    assert ("that of Bradley and Terry" in text) == ("sigmoid" in text) == is_logistic and "the higher score" in text
+
+
 def test_a_model_without_an_evaluation_has_no_results(tmp_path: Path) -> None:
     run = recorded_runs.run(tmp_path / "run")
     inputs = {"actor_model": HUB_ID, "critic_model": "other/critic"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.chain.stages import STAGES
+from rlhf.report.figures import curves, stages_of
 from rlhf.report.invariants import invariants
 from rlhf.report.records import read_runs
 from rlhf.report.taught import taught
@@ -56,6 +57,23 @@ def test_an_invariant_that_does_not_hold_is_shown(tmp_path: Path) -> None:
     config.write_text(config.read_text(encoding="utf-8") + "dtype: fp32\n", encoding="utf-8")
     with_row(out / "step3_ppo", first_ratio_std=0.002)
     assert "step3_ppo: first ratio is 1" in broken(out), "in fp32 the bound is nearer"
+
+
+@pytest.mark.parametrize(
+    ("objective", "is_known"),
+    [("pairwise", True), ("every_token,token_coef=2", False), ("my_objective.py,gap=2", False), ("7", False)],
+)
+def test_what_only_one_loss_promises_is_not_asked_of_another(objective: str, is_known: bool, tmp_path: Path) -> None:
+    """The hinge loss of a gap of 2 begins near 2, that of every_token at 3 ln 2; neither is a fault."""
+    out = recorded_runs.run(tmp_path / "run")
+    config = out / "step2_reward/config.yaml"
+    config.write_text(config.read_text(encoding="utf-8").replace("pairwise", objective), encoding="utf-8")
+    with_row(out / "step2_reward", loss=2.04)
+    assert bool(broken(out)) == is_known
+    [run] = read_runs([str(out)], DECLARATIONS)
+    stages = stages_of([run], DECLARATIONS[1])
+    [loss] = [figure.chart for figure in curves(stages, DECLARATIONS[1]) if figure.chart.title == "Loss"]
+    assert [mark.text for mark in loss.marks] == ["guessing"] * is_known
 
 
 @pytest.mark.parametrize(
