@@ -42,8 +42,8 @@ from rlhf.storage import disk
 HERE, TRL = "here", "TRL"
 VARIANTS: dict[str, dict[str, Any]] = {
     HERE: {},
-    "label-smoothing": {"label_smoothing": 0.2},
-    "every-token": {"token_coef": 0.5},
+    "label-smoothing": {"objective": "pairwise,label_smoothing=0.2"},
+    "every-token": {"objective": "every_token"},
     "head": {"learning_rate": 0.0, "head_learning_rate": 2e-3, "num_train_epochs": 4},
     "lora": {"adapter": "lora,r=16,lora_alpha=32", "learning_rate": 2e-4},
 }

@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config import Config
 from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, Phase, ReportParts, Result, Runs
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
@@ -17,9 +16,7 @@ PAIRWISE = Runs("objective", ("pairwise",))
 STAGE = Declaration(
     name="step2_reward",
     title="A pairwise reward model on preferences.",
-    help_groups={
-        "the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective", "centering")
-    },
+    help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective")},
     models=("model",),
     scorer="model",
     phases={("step2_reward.heldout", "evaluate"): Phase("evaluation", "eval_batch_size")},
@@ -69,20 +66,7 @@ STAGE = Declaration(
 )
 
 
-OF_OBJECTIVES = ("centering", "label_smoothing", "token_coef")
-"""options of the objective, which may also follow its name; 0: not set"""
-
-
-class PairwiseOptions(Config):
-    """Options of the pairwise loss (step2_reward/objectives/pairwise.py)."""
-
-    centering: float = Field(0.0, ge=0)
-    """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
-
-
-class RewardConfig(SupervisedOptions, PairwiseOptions):
+class RewardConfig(SupervisedOptions):
     """A pairwise reward model: the backbone of a language model with a scalar head."""
 
     model: ModelPath = "opt-350m"
@@ -96,10 +80,7 @@ class RewardConfig(SupervisedOptions, PairwiseOptions):
     it needs a hundred times more (1e-3 to 1e-2); with learning_rate 0 it alone learns, which takes a third of the
     time"""
     objective: str = "pairwise"
-    """the loss: pairwise, every_token, or a Python file with Config and build, options after a comma:
-    my_objective.py,gap=2"""
-    token_coef: float = Field(0.0, ge=0)
-    """above 0 the objective is every_token, with this weight of the loss between the t-th tokens of both responses
-    (DeepSpeed-Chat); a critic that starts from such a reward model starts near its values"""
+    """the loss, a file of step2_reward/objectives/ such as pairwise or every_token, or a Python file of yours, with
+    its options after commas: pairwise,centering=0.01 or my_objective.py,gap=2"""
     keep_best: Literal["eval_accuracy", "eval_loss"] | None = None
     """metric of the evaluations of eval_every; the model with its best value is the result, not the last model"""

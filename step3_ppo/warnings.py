@@ -255,7 +255,7 @@ RULES = (
         partial(_above_in_a_row, "critic_error", 1.0, CRITIC_IN_A_ROW),
         "the mean return predicts returns better than the critic: let it learn alone first "
         "(--critic-warmup-iterations), raise --critic-learning-rate, scale the scores (--use-score-scaling), or train "
-        "the reward model that it starts from with token_coef 0.5",
+        "the reward model that it starts from with the objective every_token",
     ),
     Rule(
         "advantage_of_one_token",

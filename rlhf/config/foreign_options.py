@@ -1,5 +1,5 @@
-"""Options of DeepSpeed-Chat, TRL, transformers, OpenRLHF and LLaMA-Factory, and their names in this project: those that
-people type. foreign_options.txt has them. Torch-free."""
+"""Options of DeepSpeed-Chat, TRL, transformers, OpenRLHF and LLaMA-Factory, and earlier ones of this project, with
+their names here: those that people type. foreign_options.txt has them. Torch-free."""
 
 import re
 from collections.abc import Mapping, Sequence

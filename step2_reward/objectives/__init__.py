@@ -12,7 +12,7 @@ from rlhf.maths import losses
 from rlhf.maths.losses import Loss
 from rlhf.storage import manifests
 from rlhf.types import Sequences
-from step2_reward.config import OF_OBJECTIVES, RewardConfig
+from step2_reward.config import RewardConfig
 
 FOLDER = __name__
 
@@ -54,14 +54,8 @@ def load(config: RewardConfig) -> Objective:
 
     Raises: UserError for an unknown name or option, or a member that is missing or has other arguments.
     """
-    name, options = plugins.parse_spec(config.objective)
-    typed = {option: getattr(config, option) for option in OF_OBJECTIVES if getattr(config, option)}
-    if twice := sorted(typed.keys() & options):
-        raise UserError(f"--objective {config.objective}: got {twice[0]} here and as --{twice[0]}; remove one")
-    if name == "pairwise" and config.token_coef:
-        name = "every_token"
-    objective: Objective = plugins.build(FOLDER, {"name": name, **typed, **options})
-    objective = plugins.conforming(objective, Objective, name)
+    name, _ = plugins.parse_spec(config.objective)
+    objective: Objective = plugins.conforming(plugins.build(FOLDER, config.objective), Objective, name)
     return FromFile(objective, name) if name.endswith(".py") else objective
 
 

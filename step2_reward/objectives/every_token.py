@@ -12,12 +12,12 @@ from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Sequences, to_device
-from step2_reward.config import PairwiseOptions
 from step2_reward.objectives import ScoredPairs
+from step2_reward.objectives.pairwise import Config as PairwiseConfig
 from step2_reward.objectives.pairwise import Pairwise
 
 
-class Config(PairwiseOptions):
+class Config(PairwiseConfig):
     """Options of `pairwise`, which hold for the tokens too, and the weight of the tokens."""
 
     token_coef: float = Field(0.5, gt=0)

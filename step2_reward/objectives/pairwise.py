@@ -5,11 +5,19 @@
 The margin is Llama 2's (arXiv 2307.09288, eq. 2). Centering and label smoothing: `rlhf.maths.losses.pairwise_logistic`.
 """
 
+from pydantic import Field
 from torch import Tensor
 
+from rlhf.config import Config as Base
 from rlhf.maths import losses
-from step2_reward.config import PairwiseOptions as Config
 from step2_reward.objectives import ScoredPairs
+
+
+class Config(Base):
+    centering: float = Field(0.0, ge=0)
+    """weight of (chosen + rejected)^2, which keeps scores near 0; 0.01 is a usual value"""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """share of the pairs whose sides are assumed to be swapped; it bounds the scores that noisy labels ask for"""
 
 
 class Pairwise:

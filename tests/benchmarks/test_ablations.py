@@ -82,10 +82,11 @@ def test_variants_share_the_models_that_they_do_not_change(tmp_path: Path) -> No
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("ppo:\n  judge: vader\n")
     file = tmp_path / "variants.yaml"
-    file.write_text("default:\nlam 1: --ppo.lam 1\ncentred: --reward.centering 0.01 --ppo.kl-coef 0.1\n")
+    centred = "--reward.objective pairwise,centering=0.01"
+    file.write_text(f"default:\nlam 1: --ppo.lam 1\ncentred: {centred} --ppo.kl-coef 0.1\n")
     variants = {variant.name: variant for variant in cells.read_variants(str(file))}
     assert list(variants) == ["default", "lam 1", "centred"]
-    assert variants["centred"].words_but("ppo") == ("--reward.centering", "0.01")
+    assert variants["centred"].words_but("ppo") == tuple(centred.split())
     options = cells.CellOptions(recipe=str(recipe), output_dir=str(tmp_path))
     sft, reward = zip(*(cells.model_directories(options, each, 0) for each in variants.values()), strict=True)
     assert len(set(sft)) == 1 and reward[0] == reward[1] != reward[2]
@@ -103,7 +104,7 @@ def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch
     recipe.write_text("ppo:\n  judge: vader\n")
     options = cells.CellOptions(recipe=str(recipe), output_dir=str(tmp_path))
     line = 'critic of it: --ppo.critic-model "{every token}"\n'
-    file.write_text("every token: --reward.token-coef 1\n" + line)
+    file.write_text("every token: --reward.objective every_token,token_coef=1\n" + line)
     tokens, critic = cells.read_variants(str(file))
     configs = []
 
@@ -120,7 +121,7 @@ def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch
     own, other = (cells.model_directories(options, each, 3)[1] for each in (critic, tokens))
     assert (configs[0].reward_model, configs[0].critic_model) == (str(own), str(other)) and own != other
     old = cells.cell_file(options, critic, 3)
-    file.write_text("every token: --reward.token-coef 2\n" + line)
+    file.write_text("every token: --reward.objective every_token,token_coef=2\n" + line)
     assert cells.cell_file(options, cells.read_variants(str(file))[1], 3) != old, "the other model is another"
     file.write_text(line)
     with pytest.raises(UserError, match=r"critic of it: got '\{every token\}', expected a name of the file"):

@@ -72,7 +72,7 @@ def kind_share() -> None:
 
 def hinge() -> None:
     """Its loss of the first step, row by row in float64; it trains."""
-    run = reward_runs.run(Path("run"), objective="my_objective.py,gap=0.5", centering=0.0, num_train_epochs=2)
+    run = reward_runs.run(Path("run"), objective="my_objective.py,gap=0.5", num_train_epochs=2)
     model, expected = reward_runs.scalar_model().double(), 0.0
     for record in reward_runs.records():
         pairs = list(reward_runs.scores_of(model, record))

@@ -192,6 +192,7 @@ every algorithm: PPO has its case."""
 
 GAE: Table = {"gamma": [0.4], "lam": [0.3], "lam_value": [0.55], "whiten_advantages": [False]}
 GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
+EVERY_TOKEN = (alone("every_token,centering=0.07,token_coef=0.7", micro_batch_size=2), alone("every_token"))
 TEXT = alone("text", data_path=("{folder}/texts.jsonl",), max_train_rows=None, max_length=12)
 
 
@@ -205,9 +206,8 @@ TABLES: dict[str, Table] = {
     "step1_sft": OPTIMIZER | SCHEDULES | BATCHES | watched("eval_perplexity")
     | {"loss_on": ["every", "all"], "objective": [TEXT], "batch_tokens": [60]},
     "step2_reward": OPTIMIZER | BATCHES | watched("eval_loss")
-    | {"centering": [0.5], "batch_tokens": [72], "label_smoothing": [0.3]}
-    | {"head_learning_rate": [0.013]}
-    | {"token_coef": [alone(0.7, micro_batch_size=2)], "objective": [alone("every_token")]},
+    | {"batch_tokens": [72], "head_learning_rate": [0.013]}
+    | {"objective": ["pairwise,centering=0.5,label_smoothing=0.3", *EVERY_TOKEN]},
     "ppo": OPTIMIZER | STEP3 | KL | STEERED | CLIPPED | GAE
     | {"cliprange_value": [0.04], "loss_aggregation": ["sequence", "constant"]},
     "a2c": KL | GAE | {"whiten_advantages": [True]},
@@ -324,7 +324,8 @@ def config_of(folder: Path, stage: str, algorithm: str = "", **changes: Any) -> 
         models = {f"{name}_model": f"{{folder}}/{name}" for name in ("actor", "reward", "critic")}
         options |= RL | models | {"algorithm": algorithm} | OWN.get(algorithm, {})
     else:
-        options |= SUPERVISED | {"model": "{folder}/actor", "centering": 0.07}
+        options |= SUPERVISED | {"model": "{folder}/actor"}
+        options |= {"objective": "pairwise,centering=0.07"} if stage == "step2_reward" else {}
     options = {name: value for name, value in options.items() if name in cls.model_fields} | changes
     return cls(**{name: _in(folder, value) for name, value in options.items()})
 

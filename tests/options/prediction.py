@@ -20,7 +20,7 @@ def config_of(folder: Path, bundle: Bundle) -> Any:
 def require_predicted(config: Any, run: Comparison, **wrong: Any) -> None:
     """Every number of the run is the one that the options of its config predict, some of them replaced by `wrong`."""
     o = config.model_dump() | wrong
-    phase = "ppo" if "actor_model" in o else "reward" if "centering" in o else "sft"
+    phase = "ppo" if "actor_model" in o else "reward" if "head_learning_rate" in o else "sft"
     if o.get("objective") == "text":
         return fine_tuning(o, run, *packed(config, o["max_length"]))
     if phase == "ppo":
@@ -71,5 +71,8 @@ def ptx_rows(config: Any, o: dict[str, Any]) -> list[Ids]:
 
 def wrong_values(base: Any, value: Any) -> list[Any]:
     """What the option would be if it were ignored or doubled."""
+    if isinstance(value, str) and "=" in value:  # a plug-in: each of its options may be ignored, too
+        name, *options = value.split(",")
+        return [base, *(",".join([name, *(other for other in options if other != each)]) for each in options)]
     doubled = isinstance(value, int | float) and not isinstance(value, bool) and 2 * value not in (base, value)
     return [base, 2 * value] if doubled else [base]

@@ -149,13 +149,16 @@ Pair = tuple[Ids, Ids, int, float]
 
 def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held_out: Sequence[Pair]) -> None:
     """loss = mean of -log sigmoid(chosen - rejected - margin) + centering * (chosen + rejected)^2, and more terms."""
+    objective, *given = o["objective"].split(",")
+    token_coef = 0.5 if objective == "every_token" else 0.0
+    pairs = (option.split("=") for option in given)
+    o = o | {"centering": 0.0, "label_smoothing": 0.0, "token_coef": token_coef} | {name: float(x) for name, x in pairs}
     margins = {(chosen, rejected): margin for chosen, rejected, _, margin in train}
     prompts = {(chosen, rejected): prompt for chosen, rejected, prompt, _ in train}
     sizes = {(c, r): (max(len(c), len(r)), min(len(c), len(r)), len(c) + len(r) - prompt) for c, r, prompt, _ in train}
     steps = rows_of_steps(o, run.observed, sizes)
     start = reference.with_new_head(reference.load(o["model"]), o["seed"])
     total = steps_of(o, len(train), steps)
-    token_coef = o["token_coef"] or (0.5 if o["objective"] == "every_token" else 0.0)
     reward = Trainer(start, o, o["learning_rate"], total, o["head_learning_rate"])
 
     def scores(network: Network, rows: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -183,10 +186,10 @@ def reward_model(o: dict[str, Any], run: Comparison, train: Sequence[Pair], held
             value = (1 - o["label_smoothing"]) * right + o["label_smoothing"] * swapped
             value = (value + o["centering"] * (chosen + rejected) ** 2).mean()
             metrics = {"accuracy": (gap > 0).double().mean(), "margin": gap.mean()}
-            if token_coef:
+            if o["token_coef"]:
                 each = [token_losses(o, network, row, prompts[row]) for row in rows]
                 metrics["token_loss"] = torch.stack(each).mean()
-                value = value + token_coef * metrics["token_loss"]
+                value = value + o["token_coef"] * metrics["token_loss"]
             return value, metrics
 
         run.step(reward.take_step(loss) | watch.after(number))

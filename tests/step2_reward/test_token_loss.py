@@ -63,7 +63,7 @@ def test_of_responses_of_one_token_it_is_the_loss_of_the_scores() -> None:
 
 def test_label_smoothing_reaches_the_loss_of_the_scores_and_of_the_tokens() -> None:
     """Of responses of one token both are the same number, worked by hand. Each token scores a tenth of its id."""
-    objective = objectives.load(RewardConfig(token_coef=0.5, label_smoothing=0.2))
+    objective = objectives.load(RewardConfig(objective="every_token,token_coef=0.5,label_smoothing=0.2"))
     sides = pair_batch([pair((5,), (9,)), pair((8,), (6,))], pad_id=0).stacked()
     scalars = (sides.ids * 0.1).requires_grad_()
     scored = objectives.ScoredPairs(*scalars[:, -1].chunk(2), torch.ones(2), sides=sides, scalars=scalars)

@@ -70,7 +70,7 @@ def config_of(folder: Path, **options: Any) -> RewardConfig:
         "dtype": "fp32",
         "adam_epsilon": 1e-3,  # so that rounding in a gradient of nearly nothing makes no step
         "learning_rate": 1e-2,
-        "centering": CENTERING,
+        "objective": f"pairwise,centering={CENTERING}",
         "batch_size": len(records()),
     }
     return RewardConfig(**defaults | options)

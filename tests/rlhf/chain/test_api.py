@@ -73,8 +73,11 @@ def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
     assert section.output_dir == str(tmp_path / "out")
     expected = (tmp_path / "out/step1_sft", tmp_path / "out/step1_sft/model", 1.5)
     assert (tuned.directory, tuned.model, tuned.metrics["eval_perplexity"]) == expected
-    reward_run = rlhf.reward(model="gpt2", data_path=["a.jsonl", "b.jsonl"], output_dir=tmp_path / "out", centering=0.1)
-    assert (calls[1].steps, calls[1].reward.data_path, calls[1].reward.centering) == ((2,), ("a.jsonl", "b.jsonl"), 0.1)
+    objective = "pairwise,centering=0.1"
+    out = tmp_path / "out"
+    reward_run = rlhf.reward(model="gpt2", data_path=["a.jsonl", "b.jsonl"], output_dir=out, objective=objective)
+    section = calls[1].reward
+    assert (calls[1].steps, section.data_path, section.objective) == ((2,), ("a.jsonl", "b.jsonl"), objective)
     policy = rlhf.ppo(
         model=tuned.model,
         reward_model=reward_run.model,
