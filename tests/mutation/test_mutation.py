@@ -1,10 +1,12 @@
 """The mutants of a few lines, the tables beside the tool, and one run of it on a tree of two files."""
 
 import ast
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
-from tests.mutation.__main__ import ROOT, equivalents, owners
+from tests.mutation.__main__ import ROOT, Equivalent, equivalents, owners
 from tests.mutation.mutants import mutants
 from tests.mutation.running import Worker
 
@@ -65,6 +67,8 @@ def test_the_tables_name_files_and_mutants_that_there_are() -> None:
     every = {file: list(mutants(ROOT, file)) for file in {entry.file for entry in equivalents()}}
     for entry in equivalents():
         assert entry.file in table and any(map(entry.is_of, every[entry.file])), f"no such mutant: {entry}"
+    [example] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/testing.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert Equivalent(**tomllib.loads(example)["mutant"][0]) in equivalents(), "the example is one of them"
 
 
 def test_every_product_file_with_a_function_has_owners() -> None:
