@@ -81,7 +81,9 @@ def test_every_product_file_with_a_function_has_owners() -> None:
         for file in files
         if any(isinstance(node, functions) for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
     }
-    assert with_functions <= set(owners()), f"no owners: {', '.join(sorted(with_functions - set(owners())))}"
+    assert with_functions <= set(owners()), (
+        f"add to tests/mutation/owners.toml: {', '.join(sorted(with_functions - set(owners())))}"
+    )
 
 
 def test_a_run_in_a_copy_of_the_tree(tmp_path: Path) -> None:
