@@ -250,6 +250,17 @@ class Bundle:
         return f"{self.algorithm or self.stage} {options}"
 
     @property
+    def cure(self) -> str:
+        """What to try if the run is not as predicted."""
+        if len(self.cases) == 1:
+            return ""
+        return (
+            "\nThese options are changed in one run, and a new case moves others into it. Write the new case as "
+            "alone(VALUE) in tests/options/cases.py, which gives it a run of its own: a number that is still off is a "
+            "fault; if none is, together they made rounding larger, and the case stays alone."
+        )
+
+    @property
     def changes(self) -> dict[str, Any]:
         return {name: value for case in self.cases for name, value in case.changes.items()}
 

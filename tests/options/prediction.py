@@ -8,13 +8,21 @@ from step3_ppo import inputs
 from tests.options import cases, rows
 from tests.options.cases import Bundle
 from tests.options.comparison import Comparison
-from tests.options.harness import Ids
+from tests.options.harness import Ids, Observed
 from tests.options.reference_rl import Reinforcement
 from tests.options.reference_supervised import fine_tuning, reward_model
 
 
 def config_of(folder: Path, bundle: Bundle) -> Any:
     return cases.config_of(folder, bundle.stage, bundle.algorithm, **bundle.changes)
+
+
+def require_run(folder: Path, bundle: Bundle, observed: Observed) -> None:
+    """The run of a bundle is as predicted. Raises: AssertionError that names every option of the run."""
+    try:
+        require_predicted(config_of(folder, bundle), Comparison(observed))
+    except AssertionError as error:
+        raise AssertionError(f"run of {bundle}: {error}{bundle.cure}") from error
 
 
 def require_predicted(config: Any, run: Comparison, **wrong: Any) -> None:

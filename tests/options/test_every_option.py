@@ -15,7 +15,7 @@ from tests.options import cases, harness
 from tests.options.cases import ALGORITHMS, Bundle, Case
 from tests.options.comparison import Comparison
 from tests.options.harness import Observed
-from tests.options.prediction import config_of, require_predicted, wrong_values
+from tests.options.prediction import config_of, require_predicted, require_run, wrong_values
 
 OF_CASE = {str(case): bundle for bundle in cases.bundles() for case in bundle.cases}
 FAR = 5.0
@@ -46,9 +46,8 @@ def run(folder: Path) -> Callable[[Bundle], Observed]:
 
     def once(bundle: Bundle) -> Observed:
         if str(bundle) not in results:
-            config = config_of(folder, bundle)
-            observed = harness.run(bundle.stage, config)
-            require_predicted(config, Comparison(observed))
+            observed = harness.run(bundle.stage, config_of(folder, bundle))
+            require_run(folder, bundle, observed)
             results[str(bundle)] = observed
         return results[str(bundle)]
 
@@ -74,6 +73,19 @@ def test_every_option_has_a_case() -> None:
         assert required <= set(table), f"{name}: no case for {', '.join(sorted(required - set(table)))}"
         assert set(table) <= fields(name), f"{name}: no options {', '.join(sorted(set(table) - fields(name)))}"
     assert exempt <= set.union(*map(fields, cases.TABLES))
+
+
+def test_a_number_that_is_off_names_the_run_and_the_cure(folder: Path) -> None:
+    """The first loss of a run of eight options, and of a run of one."""
+    shared, single = (next(b for b in cases.bundles() if len(b.cases) == size) for size in (cases.AT_ONCE, 1))
+    for bundle in (shared, single):
+        observed = harness.run(bundle.stage, config_of(folder, bundle))
+        observed.metrics[0]["loss"] += 1.0
+        with pytest.raises(AssertionError) as failed:
+            require_run(folder, bundle, observed)
+        message = str(failed.value)
+        assert all(f"{case.option}={case.value}" in message for case in bundle.cases)
+        assert "loss of step 1 is" in message and ("alone(VALUE)" in message) == (bundle is shared)
 
 
 @pytest.mark.parametrize("case", cases.cases(), ids=str)

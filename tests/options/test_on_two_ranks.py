@@ -8,9 +8,8 @@ import torch
 
 from tests.options import cases, harness
 from tests.options.cases import Bundle
-from tests.options.comparison import Comparison
 from tests.options.harness import Observed
-from tests.options.prediction import config_of, require_predicted
+from tests.options.prediction import config_of, require_run
 from tests.support import forked_ranks
 
 BUNDLES = cases.on_two_ranks()
@@ -27,7 +26,7 @@ def two(folder: Path) -> dict[str, Observed]:
 def test_two_ranks_make_what_is_foretold(bundle: Bundle, two: dict[str, Observed], folder: Path) -> None:
     observed = two[str(bundle)]
     assert observed.ranks == 2
-    require_predicted(config_of(folder, bundle), Comparison(observed))
+    require_run(folder, bundle, observed)
 
 
 def rows_of_steps(observed: Observed) -> list[list[Any]]:
