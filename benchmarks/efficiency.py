@@ -179,20 +179,37 @@ def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     return lines
 
 
-def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], starts: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Score and judge's score against KL: best-of-n of the SFT models, and the mean of each variant."""
-    for panel, by in zip(axes, ("score", "judge"), strict=True):
-        curves = torch.stack([best_of_n.expected_scores(start["score"], start[by]).mean(0) for start in starts])
-        kls = [best_of_n.kl(n) for n in range(1, curves.shape[1] + 1)]
-        panel.plot(kls, curves.mean(0).tolist(), color="black", label="best of n of the SFT model")
-        for n in best_of_n.sizes(curves.shape[1]):
-            panel.annotate(str(n), (kls[n - 1], curves.mean(0)[n - 1].item()), (0, 4), textcoords="offset points")
-        for name, cells in runs.items():
-            x, y = (fmean(cell.metrics[key] for cell in cells) for key in ("kl", by))
-            panel.plot([x], [y], "o", label=name)
-        panel.set(xlabel="KL to the SFT model, nats per response", ylabel=f"{by}, mean of held-out prompts")
+def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], starts: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """At 1 to 4 nats: the score of each variant beside best-of-n of the SFT models, and its efficiency with intervals.
+
+    starts: the responses of the SFT model of each seed
+    """
+    scores, efficiencies = axes
+    curves = {seed: best_of_n.expected_scores(x["score"], x["score"]).mean(0).tolist() for seed, x in starts.items()}
+    size = len(next(iter(curves.values())))
+    kls = [best_of_n.kl(n) for n in range(1, size + 1)]
+    mean = [fmean(values) for values in zip(*curves.values(), strict=True)]
+    scores.plot(kls, mean, color="black", label="best of n of the SFT model")
+    for n in best_of_n.sizes(size):
+        scores.annotate(str(n), (kls[n - 1], mean[n - 1]), (0, 4), textcoords="offset points")
+    for name, cells in runs.items():
+        columns = [[(cell.seed, x) for cell in cells if isfinite(x := cell.metrics[key])] for key in AT_NATS]
+        points = [(nats, column) for nats, column in zip(NATS, columns, strict=True) if len(column) > 1]
+        reached = [
+            fmean(curves[seed][0] + x * (at(nats, kls, curves[seed]) - curves[seed][0]) for seed, x in column)
+            for nats, column in points
+        ]
+        scores.plot([x for x, _ in points], reached, "o-", label=name)
+        nats, intervals = [x for x, _ in points], [mean_interval(torch.tensor([x for _, x in c])) for _, c in points]
+        bars = [each.half_width for each in intervals]
+        efficiencies.errorbar(nats, [each.mean for each in intervals], bars, capsize=3, fmt="o-")
+    scores.set(ylabel="score, mean of held-out prompts")
+    efficiencies.axhline(1.0, color="black")
+    efficiencies.set(ylabel="gain, as a share of that of best-of-n", ylim=(0, 1.1))
+    for panel in axes:
+        panel.set(xlabel="KL to the SFT model, nats per response")
         panel.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    scores.legend(fontsize=8)
 
 
 def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> None:
@@ -203,7 +220,7 @@ def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> Non
     rows = [[c.variant, c.seed, *(f"{c.metrics[name]:.5g}" for name in NUMBERS), f"{c.seconds:.4g}"] for c in cells]
     page.write_csv(results / f"{options.name}.csv", ["variant", "seed", *NUMBERS, "cpu_seconds"], rows)
     page.write_table(results / f"{options.name}.md", table(runs))
-    starts = [torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})]
+    starts = {seed: torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})}
     page.draw(results / f"{options.name}.svg", (1, 2), (14, 5.5), lambda axes: plot(axes, runs, starts))
 
 
