@@ -17,12 +17,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -50,6 +50,8 @@ AT_NATS = tuple(f"efficiency_at_{nats}" for nats in NATS)
 NUMBERS = ("kl", "score", "judge", "worth", "judge_worth", "efficiency", "judge_efficiency", *AT_NATS)
 LINE = (0.25, 0.5, 0.75, 1.0, 1.5)
 """where on the line, from the SFT model, 0, to the tuned policy, 1"""
+at = partial(np.interp, left=np.nan, right=np.nan)
+"""at(x, xs, ys): y at x between rising points; NaN outside"""
 
 
 class Options(CellOptions):
@@ -125,22 +127,13 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
 
     reference = resolve_model_path(ppo.actor_model, "model")
     actor, line = Path(ppo.output_dir) / "step3_ppo" / "actor", []
-    for share in LINE:
-        path = actor.with_name(f"at-{share:g}")
-        between(reference, str(actor), share, path)
+    for position in LINE:
+        path = actor.with_name(f"at-{position:g}")
+        between(reference, str(actor), position, path)
         line.append(numbers_of(options, str(path), ppo, seed))
     tuned = line[LINE.index(1.0)]
     kls, efficiencies = [each["kl"] for each in line], [each["efficiency"] for each in line]
-    at_nats = (at(nats, kls, efficiencies) for nats in NATS)
-    return tuned | dict(zip(AT_NATS, at_nats, strict=True))
-
-
-def at(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """y at x, linear between the first two of the points that have x between them; NaN outside."""
-    for (x0, y0), (x1, y1) in pairwise(zip(xs, ys, strict=True)):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return float("nan")
+    return tuned | dict(zip(AT_NATS, at(NATS, kls, efficiencies).tolist(), strict=True))
 
 
 def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, float]:
@@ -179,13 +172,13 @@ def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     return lines
 
 
-def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], starts: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], responses: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
     """At 1 to 4 nats: the score of each variant beside best-of-n of the SFT models, and its efficiency with intervals.
 
-    starts: the responses of the SFT model of each seed
+    responses: by seed, as of `respond`
     """
     scores, efficiencies = axes
-    curves = {seed: best_of_n.expected_scores(x["score"], x["score"]).mean(0).tolist() for seed, x in starts.items()}
+    curves = {seed: best_of_n.expected_scores(x["score"], x["score"]).mean(0).tolist() for seed, x in responses.items()}
     size = len(next(iter(curves.values())))
     kls = [best_of_n.kl(n) for n in range(1, size + 1)]
     mean = [fmean(values) for values in zip(*curves.values(), strict=True)]
@@ -220,8 +213,8 @@ def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> Non
     rows = [[c.variant, c.seed, *(f"{c.metrics[name]:.5g}" for name in NUMBERS), f"{c.seconds:.4g}"] for c in cells]
     page.write_csv(results / f"{options.name}.csv", ["variant", "seed", *NUMBERS, "cpu_seconds"], rows)
     page.write_table(results / f"{options.name}.md", table(runs))
-    starts = {seed: torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})}
-    page.draw(results / f"{options.name}.svg", (1, 2), (14, 5.5), lambda axes: plot(axes, runs, starts))
+    responses = {seed: torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})}
+    page.draw(results / f"{options.name}.svg", (1, 2), (14, 5.5), lambda axes: plot(axes, runs, responses))
 
 
 def main() -> int:

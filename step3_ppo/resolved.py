@@ -36,8 +36,11 @@ def resolve_models(config: Step3Config, planned: Mapping[str, str] | None = None
     Raises: UserError if a model does not exist, its stage is unfinished, or a named critic reads other ids.
     """
     required = inputs(config)
-    starts = {name: planned_start(path, config.output_dir, planned or {}) for name, path in required.items()}
-    to_make = {name: path for name, path in starts.items() if path is not None}
+    to_make = {
+        name: base
+        for name, path in required.items()
+        if (base := planned_start(path, config.output_dir, planned or {})) is not None
+    }
     for name in (name for name in MAKERS if name in required and name not in to_make):
         if getattr(config, name) is None and not Path(required[name]).is_dir():
             raise UserError(f"{name} not found at {required[name]}; {_cure(name, config)}")
@@ -129,18 +132,18 @@ def choose_critic(option: str | None, models: Step3Config) -> str:
 
 def describe_critic(option: str | None, models: Step3Config) -> str:
     """A line for the user: what `choose_critic` has chosen, which is `models.critic_model`, and why."""
-    start = f"'{models.critic_model}'"
+    source = f"'{models.critic_model}'"
     if models.critic_model == SHARED:
         return "the critic is a new value head on the actor (--critic-model shared)"
     if models.critic_model == POLICY:
-        start = f"'{models.actor_model}', the policy, with a new value head"
+        source = f"'{models.actor_model}', the policy, with a new value head"
     if option is not None:
         reason = f"--critic-model {option}"
     elif models.critic_model == POLICY:
         reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template, or virtual tokens"
     else:
         reason = "the reward model, with the actor's tokenizer"
-    return f"the critic starts from {start} ({reason})"
+    return f"the critic starts from {source} ({reason})"
 
 
 def _reads_same_ids(models: Step3Config, path: str) -> bool:

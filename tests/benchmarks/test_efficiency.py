@@ -39,11 +39,11 @@ def test_efficiency_at_a_kl_lies_between_the_policies_of_the_line(monkeypatch: p
     """Here a share s of the line has 4 s^2 nats and the efficiency s; the shares around 3 nats have 2.25 and 4."""
     written: dict[str, float] = {}
 
-    def between(reference: str, policy: str, share: float, out: Path) -> None:
+    def between(reference: str, policy: str, position: float, out: Path) -> None:
         assert (reference, policy) == ("sft", "run/step3_ppo/actor")
-        written[str(out)] = share
+        written[str(out)] = position
 
-    def numbers_of(_: object, model: str, *others: object) -> dict[str, float]:
+    def numbers_of(_: object, model: str, *_arguments: object) -> dict[str, float]:
         return {"kl": 4 * written[model] ** 2, "efficiency": written[model]}
 
     monkeypatch.setattr(export, "between", between)

@@ -28,9 +28,9 @@ def test_every_weight_is_so_far_on_the_way(run: Path, tmp_path: Path, at: float)
     """Also beyond the tuned policy; the sum is in float64, of numpy."""
     assert export.main([str(run), "--merge", str(tmp_path / "out"), "--at", str(at)]) == 0
     reference, policy = weights(run / "step1_sft/model"), weights(run / "step3_ppo/actor")
-    made = weights(tmp_path / "out")
-    assert {*made} == {*policy} and any(not torch.equal(reference[name], policy[name]) for name in policy)
-    for name, weight in made.items():
+    exported = weights(tmp_path / "out")
+    assert {*exported} == {*policy} and any(not torch.equal(reference[name], policy[name]) for name in policy)
+    for name, weight in exported.items():
         first, last = reference[name].double().numpy(), policy[name].double().numpy()
         expected = torch.from_numpy(first + at * (last - first))
         torch.testing.assert_close(weight.double(), expected, rtol=2**-22, atol=1e-7)
@@ -47,9 +47,9 @@ def test_tied_weights_go_the_way_once(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         tiny.tokenizer().save_pretrained(tmp_path / name)
     export.between(str(tmp_path / "reference"), str(tmp_path / "policy"), 0.25, tmp_path / "out")
-    first, last, made = (weights(tmp_path / name) for name in ("reference", "policy", "out"))
-    assert torch.equal(made["lm_head.weight"], made["model.embed_tokens.weight"])
-    for name, weight in made.items():
+    first, last, exported = (weights(tmp_path / name) for name in ("reference", "policy", "out"))
+    assert torch.equal(exported["lm_head.weight"], exported["model.embed_tokens.weight"])
+    for name, weight in exported.items():
         torch.testing.assert_close(weight, 0.75 * first[name] + 0.25 * last[name], rtol=1e-6, atol=1e-7)
 
 
