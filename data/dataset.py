@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
 from data.prepare import cache
-from data.prepare.encode import Item
+from data.prepare.encode import Item, Recipe
 from data.prepare.gather import row_to_json
 from data.prepare.mixture import Origin, origins, origins_of_other_phases
-from data.prepare.pipeline import Recipe, build_dataset
+from data.prepare.pipeline import build_dataset
 from data.prepare.report import data_warnings, dropped, require_usable
 from data.prepare.split import PHASES
 from data.prepare.store import read_items, to_item

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
 from rlhf.maths import losses, preferences
 from rlhf.models.scalar import PairOutput, ScalarModel, score_separately
-from rlhf.storage import disk
 from rlhf.types import Metrics, Pairs, length_groups
 from step2_reward.config import LOGISTIC, RewardConfig
 
@@ -26,40 +24,39 @@ PairScores = Callable[[ScalarModel | Engine[ScalarModel], Pairs], PairOutput]
 """(model, or its engine; pairs) -> the scores of both sides"""
 
 
-def evaluate(
+def score_pairs(
     reward: Engine[ScalarModel],
     dataset: PromptDataset[Preference],
-    config: RewardConfig,
+    rows: int,
     pad_id: int,
     pair_scores: PairScores = score_separately,
-    scores_file: Path | None = None,
-) -> Metrics:
-    """Accuracy, loss and scores on held-out pairs, over all ranks. The pairs of one ranked list count as one pair.
-
-    scores_file: where rank 0 writes the scores of all pairs and their gaps in length, for the report
-    """
+) -> Tensor:
+    """(chosen, rejected, weight, gap in length) of the pairs of all ranks [N, 4], `rows` pairs in one pass."""
     share = range(collectives.dp_rank(), len(dataset), collectives.dp_size())
     weights = dataset.weights.tolist()
-    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), config.eval_rows)
+    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), rows)
     scores: list[Tensor] = []
     length_gaps: list[Tensor] = []
     with reward.inference() as model:
-        for rows in groups:
-            batch = pair_batch([dataset[share[i]] for i in rows], pad_id)
+        for group in groups:
+            batch = pair_batch([dataset[share[i]] for i in group], pad_id)
             scores.append(pair_scores(model, batch).scores)
             length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
     by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
     scored = [[*pair, weights[share[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
-    scored_of_all_ranks = torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
-    pairs, (chosen, rejected, weight, length_gap) = scored_of_all_ranks[:, :2], scored_of_all_ranks.unbind(1)
-    require_finite(pairs, config.learning_rate)
-    count = float(dataset.batch_elements)
-    loss = losses.pairwise_logistic(chosen, rejected, count=count, weight=weight)
-    metrics = losses.pair_metrics(chosen, rejected, count, weight)
+    return torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
+
+
+def evaluate(scored: Tensor, count: int, learning_rate: float) -> Metrics:
+    """Accuracy, loss and scores of held-out pairs, as of `score_pairs`. Each of the `count` ranked lists is one pair.
+
+    Raises: NonFiniteError if a score is not finite.
+    """
+    pairs, (chosen, rejected, weight, length_gap) = scored[:, :2], scored.unbind(1)
+    require_finite(pairs, learning_rate)
+    loss = losses.pairwise_logistic(chosen, rejected, count=float(count), weight=weight)
+    metrics = losses.pair_metrics(chosen, rejected, float(count), weight)
     console.say(score_histogram(pairs))
-    if scores_file is not None and collectives.is_main():
-        names, columns = ("chosen", "rejected", "weight", "length_gap"), scored_of_all_ranks.T.tolist()
-        disk.write_json(scores_file, dict(zip(names, columns, strict=True)))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
         "eval_loss": loss.item(),

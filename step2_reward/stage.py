@@ -39,13 +39,14 @@ from rlhf.models.scalar import (
     score_joined,
     score_separately,
 )
+from rlhf.storage import disk
 from rlhf.supervised.runner import Supervised
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
 from step2_reward import objectives
 from step2_reward.config import STAGE, RewardConfig
-from step2_reward.heldout import PairScores, evaluate, require_converged
+from step2_reward.heldout import PairScores, evaluate, require_converged, score_pairs
 from step2_reward.objectives import Objective, ScoredPairs
 from step2_reward.plan import workload
 
@@ -189,8 +190,13 @@ class RewardModelling:
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id
-        scores_file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
-        metrics = evaluate(self.engine, self._data.evaluation, self._config, pad_id, self._pair_scores, scores_file)
+        pairs, rows = self._data.evaluation, self._config.eval_rows
+        scored = score_pairs(self.engine, pairs, rows, pad_id, self._pair_scores)
+        metrics = evaluate(scored, pairs.batch_elements, self._config.learning_rate)
+        if collectives.is_main():  # for the report
+            file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
+            columns = zip(("chosen", "rejected", "weight", "length_gap"), scored.T.tolist(), strict=True)
+            disk.write_json(file, dict(columns))
         return metrics | {"eval_words_rule": self._words_rule}
 
     @cached_property

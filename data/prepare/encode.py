@@ -19,6 +19,17 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the rows of one phase become items."""
+
+    phase: Phase
+    loss_on: LossOn = "last"
+    objective: str = "response"
+    own_data_only: bool = False
+    """use only the phase's own data paths, without prompts of other phases and without held-out prompts"""
+
+
+@dataclass(frozen=True, slots=True)
 class Truncation:
     """Which parts of a row were truncated."""
 

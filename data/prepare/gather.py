@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 
 from data.config import DataOptions
+from data.prepare.encode import Recipe
 from data.prepare.mixture import Origin, origins_of_other_phases
 from data.prepare.owners import PromptOwners, unusable_reason
 from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
@@ -41,6 +42,8 @@ OTHER_PHASE = "of another phase's share"
 HELD_OUT = "prompt held out for evaluation"
 UNDECIDED = "undecided"
 """the share of a row until all rows of its prompt have been read"""
+COLUMNS = {"groups": "Q", "digests": "Q", "prompts": "Q", "origins": "H", "held_out": "b", "rankings": "Q"}
+"""type codes of the arrays of `_RowDigests`"""
 
 
 Divide = Callable[[Row], Iterable[Row | Skipped]]
@@ -109,18 +112,18 @@ class GatheredRows:
 def gather(
     origins: Sequence[Origin],
     options: DataOptions,
-    phase: Phase,
+    recipe: Recipe,
     file: Path,
-    own_data_only: bool = False,
     divide: Divide = one_row,
 ) -> GatheredRows:
-    """Read every origin to its end, or a stream as far as needed. own_data_only: see `Recipe`.
+    """Read every origin to its end, or a stream as far as needed.
 
     divide: the rows that the chat template makes of one, or why it makes none
 
     Raises: UserError if an origin cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
     """
+    phase, own_data_only = recipe.phase, recipe.own_data_only
     digests, owners = _RowDigests(), PromptOwners(options)
     counts = [RowCounts() for _ in origins]
     with RowWriter(file) as writer:
@@ -141,9 +144,9 @@ def gather(
                 prompt = text_digest(repr(row.prompt), options.data_seed) if phase == "ppo" else 0
                 ranking = text_digest(f"{number}\0{row.ranking}", options.data_seed) if row.ranking else 0
                 if share == UNDECIDED:
-                    digests.undecided.append(len(digests.groups))
+                    digests.undecided.append(len(digests))
                     digests.points.append(point)
-                digests.add(group, digest, prompt, number, share == "evaluation", ranking)
+                digests.add((group, digest, prompt, number, share == "evaluation", ranking))
                 if limit.is_reached(share):
                     break
             if row_counts.outcomes[MALFORMED] > options.skip_bad_rows:
@@ -159,7 +162,7 @@ def gather(
         _exclude(rows, only & shared, "prompt of another phase's share")
     _exclude(rows, ~rows.held_out & np.isin(rows.groups, _held_out_groups(rows, origins, options)), HELD_OUT)
     if phase == "ppo":
-        _exclude_repeated(rows, _numpy(digests.prompts))
+        _exclude_repeated(rows, digests.column("prompts"))
     return rows
 
 
@@ -206,25 +209,27 @@ def _groups_of_other_phases(
 
 
 class _RowDigests:
-    """Columns of `GatheredRows` while rows are read."""
+    """Columns of `GatheredRows`, and `prompts`, while rows are read."""
 
     def __init__(self) -> None:
-        self.groups, self.digests, self.prompts = array("Q"), array("Q"), array("Q")
-        self.origins, self.held_out, self.rankings = array("H"), array("b"), array("Q")
+        self._columns = {name: array(code) for name, code in COLUMNS.items()}
         self.undecided, self.points = array("Q"), array("Q")
 
-    def add(self, group: int, digest: int, prompt: int, origin: int, held_out: bool, ranking: int) -> None:
-        self.groups.append(group)
-        self.digests.append(digest)
-        self.prompts.append(prompt)
-        self.origins.append(origin)
-        self.held_out.append(held_out)
-        self.rankings.append(ranking)
+    def __len__(self) -> int:
+        return len(self._columns["groups"])
+
+    def add(self, row: tuple[int, ...]) -> None:
+        """row: a value of each column, in the order of COLUMNS."""
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def column(self, name: str) -> np.ndarray:
+        return _numpy(self._columns[name])
 
     def to_rows(self, file: Path, counts: list[RowCounts]) -> GatheredRows:
-        held_out, usable = _numpy(self.held_out) != 0, np.ones(len(self.groups), dtype=bool)
-        columns = (_numpy(self.groups), _numpy(self.digests), _numpy(self.origins))
-        return GatheredRows(file, *columns, held_out, usable, _numpy(self.rankings), counts)
+        usable = np.ones(len(self), dtype=bool)
+        columns = (self.column("groups"), self.column("digests"), self.column("origins"))
+        return GatheredRows(file, *columns, self.column("held_out") != 0, usable, self.column("rankings"), counts)
 
 
 def _numpy(values: "array[int]") -> np.ndarray:

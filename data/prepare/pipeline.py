@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataOptions
-from data.prepare.encode import LossOn, RowEncoder, divided
+from data.prepare.encode import Recipe, RowEncoder, divided
 from data.prepare.gather import GatheredRows, gather, one_row
 from data.prepare.mixture import Origin
 from data.prepare.pack import pack
 from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
 from data.prepare.split import blend, order_by_group
 from data.prepare.store import encode_file
-from data.read.records import Phase
 from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.launch.launcher import cores
@@ -27,24 +26,13 @@ MAX_OVERSAMPLING = 8
 """upper limit of the rows tokenised for each missing one, however many of the earlier rows were dropped"""
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the rows of one phase become items."""
-
-    phase: Phase
-    loss_on: LossOn = "last"
-    objective: str = "response"
-    own_data_only: bool = False
-    """use only the phase's own data paths, without prompts of other phases and without held-out prompts"""
-
-
 def build_dataset(
     folder: Path, origins: Sequence[Origin], options: DataOptions, recipe: Recipe, template: Template
 ) -> Tree:
     """Write the items, and the item numbers of both splits, into `folder`. Returns the report."""
     raw = folder / "rows.arrow"
     divide = one_row if recipe.objective == "text" else partial(divided, template, recipe.loss_on)
-    rows = gather(origins, options, recipe.phase, raw, recipe.own_data_only, divide)
+    rows = gather(origins, options, recipe, raw, divide)
     held_out, train = (_order_rows(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
     rows.count(held_out[options.max_eval_rows :], BEYOND_LIMIT["evaluation"])
     held_out = held_out[: options.max_eval_rows]
@@ -59,7 +47,7 @@ def build_dataset(
         prompts = ModelPrompts(*prompt_digests(folder), rows.groups[item_rows])
         return usable & ~prompts.held_out(np.arange(len(item_rows)), evaluation)
 
-    item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, folder, workers), trainable)
+    item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, workers), trainable)
     raw.unlink()
     item_numbers = np.zeros(len(rows.origins), dtype=np.int64)
     item_numbers[item_rows] = np.arange(len(item_rows))

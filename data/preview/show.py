@@ -12,8 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PhaseData, PromptDataset
-from data.prepare.encode import Demonstration, Item, Preference, Spans
-from data.prepare.pipeline import Recipe
+from data.prepare.encode import Demonstration, Item, Preference, Recipe, Spans
 from data.prepare.report import count_outcomes
 from rlhf.maths.intervals import power
 from rlhf.text.dialogues import Template

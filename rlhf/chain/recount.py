@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from data.config import DataOptions
 from data.dataset import PhaseData, open_datasets
-from data.prepare.pipeline import Recipe
+from data.prepare.encode import Recipe
 from rlhf import plugins
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path

@@ -248,8 +248,7 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
     ]
     console.show_table(f"the first of {k} responses, and its score", ("prompt", *responses), rows)
     if comparison.options.output is not None and collectives.is_main():
-        output = Path(comparison.options.output)
-        _write(output, comparison, responses, results, selected, markdown(result_tables))
+        _write(comparison, responses, results, selected, markdown(result_tables))
 
 
 def prompt_texts(comparison: Comparison) -> list[str]:
@@ -262,7 +261,6 @@ def prompt_texts(comparison: Comparison) -> list[str]:
 
 
 def _write(
-    output: Path,
     comparison: Comparison,
     responses: dict[str, Responses],
     results: list[PolicyResult],
@@ -273,6 +271,7 @@ def _write(
 
     Raises: UserError if a file cannot be written.
     """
+    output = Path(str(comparison.options.output))
     content = {
         "policies": [
             disk.json_value(asdict(s)) | {"path": model_path, "manifest_sha256": manifests.manifest_digest(model_path)}

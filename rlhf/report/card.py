@@ -14,12 +14,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from markupsafe import Markup
 
 from rlhf.config import Tree
-from rlhf.config.declaration import Declaration, ModelWords
+from rlhf.config.declaration import ModelWords
 from rlhf.config.secrets import masked
 from rlhf.hub.cards import LOCAL_BASE, TAG, BaseModel, base_model
 from rlhf.pages.page import picture, render_part, visible
 from rlhf.report.figures import curves
-from rlhf.report.records import Row, read_stage
+from rlhf.report.records import Row, StageRecord
 from rlhf.report.verdict import Change, changes
 from rlhf.storage import disk
 from rlhf.storage.manifests import CARD
@@ -35,18 +35,15 @@ PRIVATE = ("output_dir", "data_cache", "report_to")
 MARKDOWN = re.compile(r"([\\`*_\[\]{}|~$#!:@])")
 
 
-def write_card(
-    model: Path, directory: Path, folder: str, declaration: Declaration, inputs: Mapping[str, str],
-    options: Tree,
-) -> None:  # fmt: skip
+def write_card(model: Path, stage: StageRecord, folder: str, inputs: Mapping[str, str], options: Tree) -> None:
     """Write the card of the model `folder` of a stage into the directory `model`, where the model is being saved.
 
-    directory: of the stage, with its files so far. inputs: paths of the models that it started from, by option.
-    options: those that can change results and differ from their defaults
+    stage: its files so far. inputs: paths of the models that it started from, by option. options: those that can change
+    results and differ from their defaults
     Raises: OSError, FAILURES.
     """
+    declaration = stage.declaration
     words = declaration.cards.get(folder, declaration.cards[declaration.models[0]])
-    stage = read_stage(directory, declaration)
     figures = curves([(0, "", stage)], declaration, "iteration" if declaration.report.samples else "step")
     if figures:
         disk.write_text(model / CARD[1], picture(figures[0].chart))

@@ -24,6 +24,7 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.launch.supervisor import NON_FINITE
 from rlhf.report.card import FAILURES, write_card
+from rlhf.report.records import read_stage
 from rlhf.storage import disk, manifests
 from rlhf.text.tokenizer import describe_template
 from rlhf.training import (
@@ -334,7 +335,8 @@ class Run:
         changed, free = parser.changed(self.options, type(self.options)()), self.options.declared("FREE")
         of_results = {name: value for name, value in changed.items() if name not in free}
         try:
-            write_card(model, self.directory, folder, self._declaration, self._inputs, of_results)
+            stage = read_stage(self.directory, self._declaration)
+            write_card(model, stage, folder, self._inputs, of_results)
         except FAILURES as error:
             console.say(f"warning: {self.directory / folder}: no model card ({type(error).__name__}: {error})")
 

@@ -24,8 +24,8 @@ SAMPLE, SCORE = "rlhf/generation/loop.py:sample", "step3_ppo/rollout.py:score"
 and values"""
 WAITS = {
     "fine-tuning": dict.fromkeys(ENGINE, 2) | {"step1_sft/stage.py:perplexity": 1},
-    "pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:evaluate": 1},
-    "joined pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:evaluate": 1},
+    "pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:score_pairs": 1},
+    "joined pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:score_pairs": 1},
     "ppo": dict.fromkeys(ENGINE, 8) | {SAMPLE: 2 * 3, SCORE: 3},
     "ppo, shared critic": dict.fromkeys(ENGINE, 4) | {SAMPLE: 2 * 3, SCORE: 3},
     "best_of_n with demonstrations": dict.fromkeys(ENGINE, 2) | {SAMPLE: 2 * 3, SCORE: 2},

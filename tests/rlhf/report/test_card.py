@@ -16,6 +16,7 @@ from markdown_it import MarkdownIt
 from rlhf.chain.stages import STAGES
 from rlhf.hub import cards
 from rlhf.report.card import data_name, plain, published, write_card
+from rlhf.report.records import read_stage
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.training.run import Run
@@ -47,7 +48,8 @@ def card_of(run: Path, step: int, inputs: dict[str, str], folder: str = "", **op
     declaration = STAGES[step]
     model = run / declaration.name / (folder or declaration.models[0])
     model.mkdir(parents=True)
-    write_card(model, run / declaration.name, folder or declaration.models[0], declaration, inputs, options)
+    stage = read_stage(run / declaration.name, declaration)
+    write_card(model, stage, folder or declaration.models[0], inputs, options)
     return ModelCard.load(model / "README.md")
 
 
