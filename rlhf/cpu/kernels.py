@@ -121,8 +121,9 @@ def _compiled() -> bool:
         errors = [line for line in str(error).splitlines() if "error: " in line] or [str(error).strip()]
         warnings.warn(f"{folder} does not compile, so slower operations of torch are used: {errors[0]}", stacklevel=2)
         return False
-    torch.library.register_fake("rlhf::products", products_shape)
-    torch.library.register_fake("rlhf::attend", lambda q, *_: q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3]))
+    register = functools.partial(torch.library.register_fake, allow_override=True)
+    register("rlhf::products", products_shape)
+    register("rlhf::attend", lambda q, *_: q.new_empty(q.shape[0], 1, q.shape[1], q.shape[3]))
     return True
 
 

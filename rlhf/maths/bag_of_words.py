@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import embedding_bag, softplus
 
 Sides = tuple[Sequence[int], Sequence[int]]
 """the ids of the chosen and of the rejected response"""
@@ -18,27 +18,32 @@ def preference_gaps(train: Sequence[Sides], held_out: Sequence[Sides], penalty: 
     over the training pairs; a penalty of 1 is scikit-learn's default. The order of words and their number do not count.
     """
     size = 1 + max((i for pairs in (train, held_out) for pair in pairs for side in pair for i in side), default=0)
-    rows, weight = _matrix(train, size), torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    bags, weight = _Bags(train), torch.zeros(size, 1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, tolerance_change=1e-10, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        value: Tensor = softplus(-torch.sparse.mm(rows, weight[:, None])).sum() + penalty / 2 * weight.square().sum()
+        value: Tensor = softplus(-bags.products(weight)).sum() + penalty / 2 * weight.square().sum()
         torch.autograd.backward(value)
         return value
 
     optimizer.step(objective)
-    return torch.sparse.mm(_matrix(held_out, size), weight.detach()[:, None])[:, 0]
+    return _Bags(held_out).products(weight.detach())
 
 
-def _matrix(pairs: Sequence[Sides], size: int) -> Tensor:
-    """x of each pair, sparse [N, V]."""
-    entries = [
-        (row, i, sign)
-        for row, (chosen, rejected) in enumerate(pairs)
-        for sign, words in ((1.0, {*chosen} - {*rejected}), (-1.0, {*rejected} - {*chosen}))
-        for i in sorted(words)
-    ]
-    index = torch.tensor([entry[:2] for entry in entries], dtype=torch.long).reshape(-1, 2).T
-    values = torch.tensor([sign for *_, sign in entries], dtype=torch.float64)
-    return torch.sparse_coo_tensor(index, values, (len(pairs), size), check_invariants=False).coalesce()
+class _Bags:
+    """x of each pair: the words that one side alone has, with their signs."""
+
+    def __init__(self, pairs: Sequence[Sides]) -> None:
+        rows = [
+            [(i, 1.0) for i in sorted({*chosen} - {*rejected})] + [(i, -1.0) for i in sorted({*rejected} - {*chosen})]
+            for chosen, rejected in pairs
+        ]
+        entries, sizes = [entry for row in rows for entry in row], [len(row) for row in rows]
+        self._words = torch.tensor([i for i, _ in entries], dtype=torch.long)
+        self._signs = torch.tensor([sign for _, sign in entries], dtype=torch.float64)
+        self._starts = torch.tensor([0, *sizes], dtype=torch.long).cumsum(0)[: len(rows)]
+
+    def products(self, weight: Tensor) -> Tensor:
+        """w . x of each pair [N]; weight [V, 1]."""
+        return embedding_bag(self._words, weight, self._starts, mode="sum", per_sample_weights=self._signs)[:, 0]
