@@ -195,7 +195,7 @@ class RewardModelling:
         metrics = evaluate(scored, pairs.batch_elements, self._config.learning_rate)
         if collectives.is_main():  # for the report
             file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
-            columns = zip(("chosen", "rejected", "weight", "length_gap"), scored.T.tolist(), strict=True)
+            columns = zip(("chosen", "rejected", "weight"), scored[:, :3].T.tolist(), strict=True)
             disk.write_json(file, dict(columns))
         return metrics | {"eval_words_rule": self._words_rule}
 

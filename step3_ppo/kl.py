@@ -131,7 +131,7 @@ class KLController:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Resume from `state`. If the coefficient in the options has changed, use the new one."""
         if state["first_kl_coef"] == self._first:
-            self.coef, self._base = state["kl_coef"], state.get("kl_base", state["kl_coef"])
+            self.coef, self._base = state["kl_coef"], state["kl_base"]
 
 
 def _rising(past: float) -> tuple[float, float]:

@@ -147,11 +147,6 @@ def combined_scores(rollout: SampledRollout, scorer: Scorer) -> tuple[Tensor, Te
     return scores, torch.stack(list(by_source.values()), dim=1)
 
 
-def scores_by_source(scorer: Scorer, rollout: ScoredRollout) -> dict[str, Tensor]:
-    """The scores [B] of each reward source, by its name."""
-    return dict(zip(scorer.sources.names, rollout.source_scores.unbind(1), strict=True))
-
-
 def nonfinite(rollout: ScoredRollout, source_scores: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """What is not a finite number, such as `score is nan`, with the rows [b] of this rank that have it.
 

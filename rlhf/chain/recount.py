@@ -278,10 +278,7 @@ def _reinforcement(run: Recount) -> Iterator[Claim]:
             policy, _ = run.model(run.path(folder))
             prompts = [row.ids for row in rows[:PROMPTS]]
             yield _ends(policy, prompts, template, run.config["response_length"], f" of {folder}")
-    if "tokens" in samples[0]:
-        yield from _responses(run, [row.ids for row in rows], template)
-    else:
-        yield Claim("samples, saved without ids by an earlier version", len(samples), None)
+    yield from _responses(run, [row.ids for row in rows], template)
 
 
 def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Template) -> Iterator[Claim]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from rlhf.maths.intervals import Interval, win_rate_interval
 
 CALIBRATION_BINS = 6
-LENGTH_BINS = 2
 
 
 def in_order(gaps: Tensor) -> Tensor:
@@ -66,32 +65,6 @@ def length_rule(gaps: Tensor, length_gaps: Tensor, elements: Tensor) -> LengthRu
     both = torch.stack([gaps.double(), length_gaps.double()])
     varies = len(gaps) > 1 and bool((both != both[:, :1]).any(1).all())
     return LengthRule(longer, torch.corrcoef(both)[0, 1].item() if varies else None)
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBin:
-    """The pairs whose gap in length is in [low, high] tokens."""
-
-    low: int
-    high: int
-    pairs: int
-    accuracy: Interval
-
-
-def accuracy_by_length(gaps: Tensor, length_gaps: Tensor, elements: Tensor, bins: int = LENGTH_BINS) -> list[LengthBin]:
-    """Accuracy in ranges of the gap in length: `bins` where the chosen response is shorter, equal lengths, and `bins`
-    where it is longer, each with nearly equally many pairs; pairs with the same gap are in the same range."""
-    result = []
-    for sign in (-1, 0, 1):
-        side = length_gaps.sign() == sign
-        ordered = length_gaps[side].sort().values
-        starts = ordered[torch.arange(bins) * len(ordered) // bins].unique() if len(ordered) else ordered
-        number = torch.bucketize(length_gaps, starts, right=True).masked_fill(~side, 0)
-        for bin_number in range(1, len(starts) + 1):
-            inside = number == bin_number
-            lengths, interval = length_gaps[inside], accuracy(gaps[inside], elements[inside])
-            result.append(LengthBin(int(lengths.min()), int(lengths.max()), len(lengths), interval))
-    return result
 
 
 @dataclass(frozen=True, slots=True)

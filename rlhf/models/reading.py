@@ -38,8 +38,6 @@ class Reading:
     ending: tuple[int, ...]
     foreign: bool = False
     """whether the model was made elsewhere, so that it reads its template's text as plain transformers does"""
-    trained_before: bool = False
-    """whether it is ours, of a version that trained at EOS whatever the template writes after it"""
 
     def finished(self, response: Sequence[int], end: int) -> list[int]:
         """A response with this ending in place of the last `end` ids."""
@@ -52,9 +50,6 @@ def reading_of(path: str, template: Template) -> Reading:
     ending = getattr(config, KEY, None)
     if ending is not None:
         return Reading(tuple(ending))
-    if hasattr(config, "score_mean"):
-        own = template.ending
-        return Reading(own[:1], trained_before=len(own) > 1)
     written = template.written_ending(getattr(config, "pad_token_id", None))
     eos = template.ending[:1]
     if written[:1] != eos and template_name(str(template.tokenizer.chat_template)) is not None:
@@ -69,11 +64,6 @@ def set_reading(config: PreTrainedConfig, template: Template) -> None:
 
 def describe(name: str, reading: Reading, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A line for the user on a model that is not read where ours are; None for the others."""
-    if reading.trained_before:
-        return (
-            f"note: reward model '{name}' is read at {tokenizer.eos_token!r}, as an earlier version trained it; other "
-            "tools read it after that, at the end of the template's text; train it again for equal scores"
-        )
     if not reading.foreign:
         return None
     last = repr(tokenizer.decode(list(reading.ending[-1:]))) if reading.ending else "the last token of the response"

@@ -56,7 +56,7 @@ def stage_facts(stage: StageRecord, price_per_hour: float | None = None) -> list
     if hardware:
         facts.append(Fact("hardware", _hardware(hardware)))
     for name, source in manifest.get("inputs", {}).items():
-        path = str(source.get("path", source.get("place")))  # place: manifests of before 2026-11-23
+        path = str(source["path"])
         own = f"{stage.directory.parent.resolve()}/"  # another stage of the same run
         facts.append(Fact(name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
     if manifest.get("models"):

@@ -148,7 +148,7 @@ def _alarms(frontier: Frontier, record: StageRecord) -> Iterable[Mark]:
 
 
 def reward_model(stages: Stages) -> list[Figure]:
-    """The histogram, calibration and accuracy by length of each reward model that has written its held-out scores."""
+    """The histogram and calibration of each reward model that has written its held-out scores."""
     figures = []
     for _, run, record in stages:
         scores = record.pair_scores
@@ -159,8 +159,6 @@ def reward_model(stages: Stages) -> list[Figure]:
         chart = histogram(f"Scores of held-out pairs{suffix}", "score", groups, wide=True)
         figures += [Figure(chart)] if chart is not None else []
         figures.append(Figure(calibration(scores, f"Calibration{suffix}")))
-        if scores.get("length_gap"):
-            figures.append(Figure(accuracy_by_length(scores, f"Accuracy by length{suffix}")))
     return figures
 
 
@@ -177,19 +175,6 @@ def calibration(scores: Tree, title: str = "Calibration") -> Chart:
         caption="On the diagonal sigmoid(score difference) is that share (Bradley-Terry). Mean distance from it: "
         f"{preferences.calibration_error(bins):.3f} ({len(gaps)} pairs).",
         x_range=(0.5, 1.0), y_range=(0.0, 1.05), diagonal=True, wide=True,
-    )  # fmt: skip
-
-
-def accuracy_by_length(scores: Tree, title: str = "Accuracy by length") -> Chart:
-    """The share of pairs in the right order, in ranges of the gap in length of the chosen and the rejected response."""
-    length_gaps = torch.tensor(scores["length_gap"]).long()
-    bins = preferences.accuracy_by_length(_gaps(scores), length_gaps, torch.arange(len(length_gaps)))
-    points = [_share_point((each.low + each.high) / 2, each.accuracy, each.pairs) for each in bins]
-    return Chart(
-        title, "chosen - rejected, tokens", (Series("observed", tuple(points), 0, "dots"),), "share in the right order",
-        (Mark(0.5, "guessing", horizontal=True),),
-        "Ranges with about equally many pairs. A score that follows length is wrong on the left, right on the right.",
-        y_range=(0.0, 1.05), wide=True,
     )  # fmt: skip
 
 

@@ -38,20 +38,13 @@ class StageRecord:
         return [row for row in self.rows if row.get("kind") == kind]
 
     def values(self, metric: str) -> list[Row]:
-        """The rows of metrics that have a number for `metric`. Files of before 2026-11-22 have evaluations in rows of
-        kind train."""
+        """The rows of metrics that have a number for `metric`."""
         return [row for row in self.rows if row.get("kind") != "warning" and _is_number(row.get(metric))]
 
     @property
     def seconds(self) -> float:
-        """From the opening of metrics.jsonl to its last row, over all processes that continued it. In files of before
-        2026-11-25 the seconds begin again in every process."""
-        total = last = 0.0
-        for row in self.rows:
-            seconds = float(row.get("seconds", 0.0))
-            total += last if seconds < last else 0.0
-            last = seconds
-        return total + last
+        """From the opening of metrics.jsonl to its last row, over all processes that continued it."""
+        return max((float(row.get("seconds", 0.0)) for row in self.rows), default=0.0)
 
     @property
     def steps(self) -> int:

@@ -70,16 +70,7 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
 def content_digest(manifest: Mapping[str, object]) -> str:
     """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout and
     of how a program writes numbers: 20.0 is 20."""
-    return _content_digest({name: _whole_numbers(entry) for name, entry in manifest.items()})
-
-
-def is_unchanged(manifest: Mapping[str, object]) -> bool:
-    """Whether the content is that of the entry `sha256`. In manifests of before 2026-11-26, 20.0 is not 20."""
-    return manifest["sha256"] in (content_digest(manifest), _content_digest(manifest))
-
-
-def _content_digest(manifest: Mapping[str, object]) -> str:
-    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    content = {name: _whole_numbers(value) for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -246,7 +237,7 @@ def _parse_manifest(path: Path) -> Tree:
     faulty = faulty_entries(manifest, {"models": list, "metrics": dict})
     if faulty:
         raise UserError(f"{path}: damaged, has no valid {faulty}; {CURE}")
-    if not is_unchanged(manifest):
+    if manifest["sha256"] != content_digest(manifest):
         raise UserError(f"{path}: damaged or edited, its content differs from its own sha256; {CURE}")
     return dict(manifest)
 

@@ -18,9 +18,6 @@ class GAEConfig(KLOptions):
     """discount per token"""
     lam: float = Field(0.95, ge=0, le=1)
     """lambda of generalised advantage estimation"""
-    lam_value: float | None = Field(None, ge=0, le=1)
-    """lambda of the returns that the critic learns, if another than lam (decoupled GAE); 1: sums of rewards, without
-    the critic's own values"""
     whiten_advantages: bool = True
     """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
 
@@ -33,16 +30,13 @@ def rewards_of(rollout: ScoredRollout, kl_coef: float) -> Tensor:
 def gae_credit(rollout: ScoredRollout, config: GAEConfig, iteration: Iteration) -> Credit:
     """Advantages and returns of a scored rollout with values, whitened over all ranks if the options say so. [B, T]
 
-    The returns have a lambda of their own, `lam_value`, if it is set (decoupled GAE: VC-PPO, arXiv 2503.01491; VAPO,
-    arXiv 2504.05118). While the critic is pretrained, lambda is 1: the returns are sums of rewards, without its own
-    values (VC-PPO, section 3.1).
+    While the critic is pretrained, lambda is 1: the returns are sums of rewards, without its own values (VC-PPO, arXiv
+    2503.01491, section 3.1).
     """
     assert rollout.values is not None
     rewards = rewards_of(rollout, iteration.kl_coef)
-    lam, lam_value = (1.0, None) if iteration.pretrains_critic else (config.lam, config.lam_value)
+    lam = 1.0 if iteration.pretrains_critic else config.lam
     advantages, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam)
-    if lam_value is not None:
-        _, returns = crediting.gae(rewards, rollout.values, rollout.mask, config.gamma, lam_value)
     return Credit(whitened(advantages, rollout.mask) if config.whiten_advantages else advantages, returns)
 
 

@@ -190,7 +190,7 @@ STEERED: Table = {
 """near the KL of the last iteration but one: e times further away, all targets steer alike. One controller steers
 every algorithm: PPO has its case."""
 
-GAE: Table = {"gamma": [0.4], "lam": [0.3], "lam_value": [0.55], "whiten_advantages": [False]}
+GAE: Table = {"gamma": [0.4], "lam": [0.3], "whiten_advantages": [False]}
 GROUPED: Table = {"num_generations": [alone(6, batch_size=12, total_episodes=24)]}
 EVERY_TOKEN = (alone("every_token,centering=0.07,token_coef=0.7", micro_batch_size=2), alone("every_token"))
 TEXT = alone("text", data_path=("{folder}/texts.jsonl",), max_train_rows=None, max_length=12)

@@ -95,8 +95,6 @@ def credit(o: dict[str, Any], scored: Scored, kl_coef: float) -> tuple[list[Row]
         returns = [[sum(o["gamma"] ** i * r for i, r in enumerate(row[t:])) for t in range(len(row))] for row in rows]
         return white(returns), returns
     advantages, returns = gae(rows, scored.values, o["gamma"], o["lam"])
-    if o["lam_value"] is not None:
-        _, returns = gae(rows, scored.values, o["gamma"], o["lam_value"])
     return (white(advantages) if o["whiten_advantages"] else advantages), returns
 
 

@@ -230,7 +230,7 @@ class Reinforcement:
     def options_at(self, iteration: int) -> dict[str, Any]:
         """While only the critic learns: lambda 1, and no clip."""
         pretraining = iteration <= self.o["critic_warmup_iterations"]
-        return self.o | ({"lam": 1.0, "lam_value": None, "cliprange_value": math.inf} if pretraining else {})
+        return self.o | ({"lam": 1.0, "cliprange_value": math.inf} if pretraining else {})
 
     def update(
         self, pairs: list[Pair], rows: list[int], credited: tuple[Scored, Table, Table], iteration: int

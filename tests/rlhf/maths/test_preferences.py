@@ -49,18 +49,6 @@ def test_the_rule_of_length() -> None:
     assert preferences.length_rule(GAPS, torch.ones(6), ELEMENTS).correlation is None
 
 
-def test_accuracy_by_length_keeps_equal_lengths_together() -> None:
-    lengths = torch.tensor([5, -2, 0, 0, 0, 7, -9, 3])
-    gaps = column(1, -1, 1, -1, 0, 1, 1, -1)
-    bins = preferences.accuracy_by_length(gaps, lengths, torch.arange(8), bins=2)
-    assert [(each.low, each.high, each.pairs) for each in bins] == [
-        (-9, -9, 1), (-2, -2, 1), (0, 0, 3), (3, 3, 1), (5, 7, 2),
-    ]  # fmt: skip
-    assert [each.accuracy.mean for each in bins] == [1.0, 0.0, 1.5 / 3, 0.0, 1.0]
-    [only] = preferences.accuracy_by_length(gaps[:4], torch.tensor([1, 2, 1, 1]), torch.arange(4), bins=2)
-    assert (only.low, only.high, only.pairs) == (1, 2, 4)
-
-
 def test_calibration_by_hand() -> None:
     """Gaps of log 3, that is of 3/4, of which two thirds are right; and one of log 9, that is of 9/10, which is."""
     gaps = column(math.log(3), math.log(3), -math.log(3), math.log(9))

@@ -166,7 +166,7 @@ def test_ours_are_trained_where_transformers_reads_them(template: str, tmp_path:
     content = json.loads((tmp_path / "config.json").read_text()) | {reading.KEY: model.backbone.config.score_ending}
     (tmp_path / "config.json").write_text(json.dumps(content))
     how = reading.reading_of(path, own)
-    assert (how.ending, how.foreign, how.trained_before) == (own.ending, False, False)
+    assert (how.ending, how.foreign) == (own.ending, False)
     pairs = pair_batch(pairs_of(own), tokenizer.pad_token_id)
     expected = plain_scores(path)
     with torch.no_grad():
@@ -178,22 +178,12 @@ def test_ours_are_trained_where_transformers_reads_them(template: str, tmp_path:
     torch.testing.assert_close(scores, expected[:, 0], rtol=0, atol=EXACT)
 
 
-def test_a_model_of_an_earlier_version_is_read_where_it_was_trained(tmp_path: Path) -> None:
-    tokenizer = prepare_tokenizer(tokenizer_of("chatml"), "auto")
-    path = made_elsewhere(tmp_path, tokenizer, pad_token_id=tokenizer.pad_token_id, score_mean=0.5, score_std=1.0)
-    own, _ = prepared(path)
-    how = reading.reading_of(path, own)
-    assert how.ending == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
-    line = reading.describe("it", how, own.tokenizer)
-    assert line is not None and "train it again" in line
-
-
 @pytest.mark.parametrize("template", ["human_assistant", "plain"])
 def test_a_template_without_an_end_gets_ours(template: str, tmp_path: Path) -> None:
     tokenizer = prepare_tokenizer(texts.byte_tokenizer(), template)
     assert Template(tokenizer).ending == (tokenizer.eos_token_id,)
     how = reading.reading_of(made_elsewhere(tmp_path, tokenizer), Template(tokenizer))
-    assert how == reading.Reading((tokenizer.eos_token_id,))  # as of an earlier version that wrote no statistics
+    assert how == reading.Reading((tokenizer.eos_token_id,))
 
 
 def test_a_cut_response_has_no_ending(tmp_path: Path) -> None:

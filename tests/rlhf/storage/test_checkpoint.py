@@ -1,6 +1,5 @@
 """What a stage leaves behind vouches for itself: unfinished, damaged and foreign directories are told apart."""
 
-import hashlib
 import json
 import os
 import re
@@ -192,13 +191,6 @@ def test_another_programs_layout_of_a_manifest_is_no_damage(tmp_path: Path) -> N
     path.write_text(path.read_text().replace("2.5", "2.25"))
     with pytest.raises(UserError, match="damaged or edited"):
         manifests.read_manifest(tmp_path)
-
-
-def test_a_manifest_of_before_that_is_read(tmp_path: Path) -> None:
-    content = {"stage": "s", "inputs": {}, "config": {"a": 20.0}, "files": {}, "models": [], "metrics": {}}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    (tmp_path / manifests.MANIFEST).write_text(json.dumps(content | {"sha256": digest}))
-    assert manifests.read_manifest(tmp_path)["config"] == {"a": 20.0}
 
 
 @pytest.mark.parametrize("name", ["data", "user_files", "versions", "hardware"])
