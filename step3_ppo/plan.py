@@ -55,7 +55,6 @@ def workload(
         config.keep,
         rollout,
         averages=int(config.ema_decay is not None),
-        copied=config.async_checkpoints,
         models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
         iterations=iterations(config),
         eval_rows=config.eval_rows,

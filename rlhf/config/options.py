@@ -48,7 +48,6 @@ class RunOptions(Config):
             "save_every",
             "save_minutes",
             "keep",
-            "async_checkpoints",
             "keep_last_checkpoint",
             "export_every",
             "allow_config_change",
@@ -77,8 +76,6 @@ class RunOptions(Config):
     """minutes between checkpoints; a checkpoint is written at the end of the current step"""
     keep: int = Field(2, ge=2)
     """number of newest checkpoints that are kept; at least 2, so that one is always complete"""
-    async_checkpoints: bool = False
-    """write checkpoints in the background, from a copy in CPU memory (12 bytes for each trained parameter)"""
     keep_last_checkpoint: bool = False
     """a finished stage keeps its last checkpoint, from which a run of more epochs or episodes continues"""
     export_every: int | None = Field(None, ge=1)

@@ -195,17 +195,10 @@ def of_all_ranks(values: Sequence[T]) -> list[T]:
     return [part[i] for i in range(len(by_rank[0])) for part in by_rank if i < len(part)]
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The `value` of every rank, in rank order, on every rank. group: of all ranks; None: the default process group"""
+def gather_objects(value: T) -> list[T]:
+    """The `value` of every rank, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values, value)
     return values
-
-
-def group_for_threads(timeout_s: float) -> dist.ProcessGroup | None:
-    """All ranks once more, for threads: what they gather there does not mix with what the ranks do meanwhile. Every
-    rank calls this together."""
-    timeout = datetime.timedelta(seconds=timeout_s)
-    return dist.new_group(backend="gloo", timeout=timeout) if world_size() > 1 else None

@@ -90,8 +90,6 @@ class Workload:
     """number of fp32 copies (an average, the best weights) of the first trained model's weights"""
     models_written: int = 0
     """copies of the first trained model written at the end, in addition to one copy of each trained model"""
-    copied: bool = False
-    """whether checkpoints are written from a copy in CPU memory"""
     iterations: int = 0
     """iterations of the whole run; 0: as many optimizer steps as the data have batches"""
     rows: int = 0
@@ -303,8 +301,6 @@ def _moments(
     trained = [model for model in models if model.spec.trained]
     resident = sum((model.memory.resident for model in models), Bytes())
     resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
-    if workload.copied:  # each rank copies what it writes, an even share
-        resident += Bytes(host=workload.checkpoint / layout.ranks)
     for i, model in enumerate(models):
         earlier = sum((loaded.memory.weights + loaded.memory.optimizer for loaded in models[:i]), Bytes())
         yield Moment(f"{model.spec.role}: start", earlier + model.memory.starting)

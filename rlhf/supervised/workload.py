@@ -19,6 +19,5 @@ def supervised_workload(
         shape,
         config.keep,
         averages=int(config.keep_best is not None),
-        copied=config.async_checkpoints,
         eval_rows=config.eval_rows,
     )

@@ -13,15 +13,12 @@ ranks have succeeded. Any number of ranks under any ZeRO stage can read it. Noth
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -30,6 +27,7 @@ from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.distributed.rendezvous import wait_until
 from rlhf.errors import UserError
+from rlhf.hub.untrusted import PlainErrors
 from rlhf.storage import disk, manifests
 from rlhf.storage.manifests import CHECKPOINTS
 from rlhf.training import logs, random_sources
@@ -79,14 +77,16 @@ class Resumable:
         return sum(source.size() for source in self.tensors.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Background:
-    """What a thread needs to write a checkpoint while the stage goes on."""
-
-    copy: Callable[[str, Iterator[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
-    """(name of a source, its tensors) -> copies in fp32 on the CPU, made at once"""
-    group: dist.ProcessGroup | None
-    """a group of all ranks for the thread's collectives"""
+@contextlib.contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Errors of a disk that is full, whichever library reports them, become a UserError that names the folder."""
+    try:
+        with PlainErrors():
+            yield
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
+            raise
+        raise UserError(f"{folder}: cannot be written ({error}); free space there and run again") from None
 
 
 def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], keep: int) -> str | None:
@@ -94,39 +94,27 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], 
 
     Returns None, or why the checkpoint could not be written: then nothing of it is left, and earlier ones stay.
     """
-    return begin(folder_of(stage, step), state, {**about, "step": step}, keep)()
-
-
-def begin(
-    final: Path, state: Resumable, about: Mapping[str, object], keep: int, background: Background | None = None
-) -> Callable[[], str | None]:
-    """The first half of `save`; the function returned is the second half, which with `background` a thread may call
-    while the state changes. Every rank calls both together."""
-    failure = collectives.gather_objects(_make_empty(_staging(final)) if collectives.is_main() else "")[0]
+    final = folder_of(stage, step)
+    staging = final.with_name(f".tmp-{final.name}")
+    failure = collectives.gather_objects(_make_empty(staging) if collectives.is_main() else "")[0]
     if failure:
-        return lambda: failure
-    wait_until(_staging(final).exists, VISIBLE_S)
-    copy, group = (_copy_each, None) if background is None else (background.copy, background.group)
-    numbers = {name: deepcopy(source.state_dict()) for name, source in state.numbers.items()}  # some call collectives
-    tensors = {name: copy(name, source.tensors()) for name, source in state.tensors.items()}
-    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(final.parents[1], state.logs))
-    manifest = {**about, "world_size": collectives.world_size(), "logs": snapshot.logs}
-    return partial(_commit, final, snapshot, manifest, keep, group)
+        return failure
+    wait_until(staging.exists, VISIBLE_S)
+    numbers = {name: source.state_dict() for name, source in state.numbers.items()}  # some call collectives
+    tensors = {name: _copy_each(source.tensors()) for name, source in state.tensors.items()}
+    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, state.logs))
+    manifest = {**about, "step": step, "world_size": collectives.world_size(), "logs": snapshot.logs}
+    return _commit(final, staging, snapshot, manifest, keep)
 
 
-def _staging(final: Path) -> Path:
-    return final.with_name(f".tmp-{final.name}")
-
-
-def _copy_each(_: str, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _copy_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in tensors:
         yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
-def _commit(final: Path, snapshot: Snapshot, manifest: Tree, keep: int, group: dist.ProcessGroup | None) -> str | None:
-    staging = _staging(final)
+def _commit(final: Path, staging: Path, snapshot: Snapshot, manifest: Tree, keep: int) -> str | None:
     written = write(staging, snapshot)
-    reports = collectives.gather_objects((written.digests, written.failure), group)
+    reports = collectives.gather_objects((written.digests, written.failure))
     failures = [failure for _, failure in reports if failure]
     if not failures and collectives.is_main():
         files = {name: digest for digests, _ in reports for name, digest in sorted(digests.items())}
@@ -138,12 +126,12 @@ def _commit(final: Path, snapshot: Snapshot, manifest: Tree, keep: int, group: d
             disk.flush(final.parent)
         except OSError as error:
             failures = [str(error)]
-    failures = collectives.gather_objects(failures, group)[0]
+    failures = collectives.gather_objects(failures)[0]
     if collectives.is_main():
         shutil.rmtree(staging, ignore_errors=True)
         if not failures:
             _delete_except(final, keep)
-    collectives.gather_objects(None, group)  # so that no rank starts the next save before
+    collectives.barrier()  # so that no rank starts the next save before
     return failures[0] if failures else None
 
 
@@ -164,6 +152,14 @@ def _delete_except(newest: Path, keep: int) -> None:
     index = folders.index(newest)
     for folder in [*folders[:index], *folders[index + keep :]]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def describe_newest(stage: Path) -> str:
+    """A clause for messages that names the newest checkpoint."""
+    manifest = newest_manifest(stage)
+    if manifest is None:
+        return "there is no checkpoint"
+    return f"the last checkpoint is {folder_of(stage, manifest['step'])}"
 
 
 def folder_of(stage: Path, step: int) -> Path:

@@ -36,7 +36,6 @@ from rlhf.training import (
     random_sources,
     record,
     reporting,
-    saving,
     spikes,
     stage_process,
 )
@@ -97,7 +96,6 @@ class Run:
             logs.cut(self.directory, self._logs, self._checkpoint.manifest["logs"] if self._checkpoint else {})
             reporter = reporting.Reporter(self.directory, self.options, self.done, recorded)
         collectives.barrier()
-        self.saver = saving.Saver(self.directory, options)
         self.recorder = record.Recorder(self.directory, self.done, reporter)
         self._ending, self.holding = Ending(), contextlib.ExitStack()
         self.manifest: Tree = {}  # what is known before the end
@@ -214,21 +212,23 @@ class Run:
                 if end_signal or due:
                     self._save_checkpoint()
                     last_save, saved_step = time.monotonic(), step
-                else:
-                    self.saver.report_failure()
                 if end_signal:
                     break
             if self.options.keep_last_checkpoint and saved_step < self.step:  # ended early, before `total`
                 self._save_checkpoint()
-            self.saver.wait()
         if end_signal:
-            self._leave(end_signal, f"after step {self.step}; {self.saver.last()}; the same command resumes")
+            newest = checkpoints.describe_newest(self.directory)
+            self._leave(end_signal, f"after step {self.step}; {newest}; the same command resumes")
         if not learned and self.step:
             raise NonFiniteError(f"all {self.step} steps were skipped (see the warnings), so nothing was learned")
 
     def _save_checkpoint(self) -> None:
         """Of the present step."""
-        self.saver.save(self.step, self._state, self._provenance() | {"models": [*self.models]})
+        about = self._provenance() | {"models": [*self.models]}
+        failure = checkpoints.save(self.directory, self.step, self._state, about, self.options.keep)
+        if failure is not None:
+            last = checkpoints.describe_newest(self.directory)
+            console.say(f"warning, step {self.step}: no checkpoint, {failure}; {last}")
 
     def record_evaluation(self, metrics: Metrics) -> None:
         """Record the metrics of an evaluation after the steps so far; before the first step it is step 0."""
@@ -322,7 +322,7 @@ class Run:
     def _staged(self, folder: str) -> Iterator[Path]:
         """The same staging directory on every rank; rank 0 creates and renames it. Raises: UserError, disk full."""
         final = self.directory / folder
-        with saving.write_errors(final):
+        with checkpoints.write_errors(final):
             if collectives.is_main():
                 with disk.atomic_directory(final) as staging:
                     yield staging
@@ -378,7 +378,6 @@ def open_run(
                     note = f"; the batch could not be written ({write_error})"
                 collectives.barrier()
             run.recorder.close()  # a rank of several ends at once in give_up
-            run.saver.close()  # all ranks are here, so a checkpoint that is being written becomes whole
             stage_process.give_up(f"error: {stage}: {error}{note}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
@@ -389,5 +388,4 @@ def open_run(
             stage_process.give_up(f"error: {stage}: {advice}", 1)
         finally:
             run.holding.close()
-            run.saver.close()
             run.recorder.close()

@@ -23,7 +23,7 @@ class Snapshot:
 
     numbers: Mapping[str, object]
     tensors: Mapping[str, Iterable[tuple[str, Tensor]]]
-    """by source, in fp32 on the CPU; if they are not copies, all ranks iterate together"""
+    """by source, in fp32 on the CPU; all ranks iterate together"""
     random: Mapping[str, object]
     logs: Mapping[str, int]
 
@@ -74,7 +74,7 @@ class SnapshotWriter:
 
 
 def write(staging: Path, snapshot: Snapshot) -> SnapshotWriter:
-    """Write a snapshot into the directory `staging`. Unless its tensors are copies, all ranks call this together."""
+    """Write a snapshot into the directory `staging`. All ranks call this together."""
     writer = SnapshotWriter(staging)
     for name, tensors in snapshot.tensors.items():
         writer.tensors(name, tensors)

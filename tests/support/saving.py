@@ -19,13 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.storage import disk
 from rlhf.training import checkpoints, stage_process
 from rlhf.training.checkpoints import Resumable
-from rlhf.training.saving import Saver
 from tests.support.killing import Killed
 
 ABOUT: dict[str, Any] = {"stage": "step1_sft", "config": {"seed": 0}, "inputs": {}, "models": []}
@@ -196,22 +194,8 @@ def harmed(stage: Path, kind: str, name: str) -> dict[str, Any]:
     return outcomes
 
 
-def beside(stage: Path) -> dict[str, Any]:
-    """Three saves by threads, while the ranks have other things to tell each other; the last fails on rank 1."""
-    saver, state = Saver(stage, RunOptions(async_checkpoints=True, timeout_s=60.0)), shared()
-    for step in (1, 2, 3):
-        with files_up_to(10) if (collectives.rank(), step) == (1, 3) else contextlib.nullcontext():
-            saver.save(step, Resumable(state, state), ABOUT)
-            exchanges = [collectives.gather_objects((step, number, collectives.rank())) for number in range(50)]
-            saver.wait()
-        assert exchanges == [[(step, number, rank) for rank in (0, 1)] for number in range(50)]
-    saver.close()
-    collectives.barrier()
-    return {"newest": whole(stage), "last": saver.last()}
-
-
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    outcomes: dict[str, Any] = {"renames": counted_renames(folder / "renames"), "beside": beside(folder / "beside")}
+    outcomes: dict[str, Any] = {"renames": counted_renames(folder / "renames")}
     for rank in (0, 1):
         outcomes[f"full {rank}"] = full_on_one(folder / f"full {rank}", rank)
     for kind, names in HARMS.items():

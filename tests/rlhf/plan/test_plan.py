@@ -314,18 +314,6 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_weight(model_path: str) -> No
     assert plan.disk == 16 * weights * 4 + 2 * weights  # the best weights too, in fp32
 
 
-def test_a_checkpoint_that_is_copied_lies_in_cpu_memory_too(model_path: str) -> None:
-    starts = {"actor_model": model_path, "reward_model": model_path}
-    lm, scalar = (sizes.size(model_path, head).total for head in ("lm", "scalar"))
-    for module, options, trained in (
-        (sft_plan, SFTConfig(model=model_path, async_checkpoints=True), lm),
-        (reward_plan, RewardConfig(model=model_path, async_checkpoints=True), scalar),
-        (ppo_plan, PPO(async_checkpoints=True), lm + scalar),
-    ):
-        memory = forecast(module.workload(options, "H100", starts), four_gpus(80e9))  # type: ignore[attr-defined]
-        assert memory.host_peak - machine.PROGRAM == 12 * trained / 4, module
-
-
 def test_forward_flops_by_hand() -> None:
     # 800 weights in layers, 10 tokens; attention 2 * 100 * 8 * 2 layers; the head on 4 columns
     assert cost.forward_flops(SIZE, 3, 10, 4) == 3 * (2 * 800 * 10 + 3200 + 2 * 50 * 8 * 4)

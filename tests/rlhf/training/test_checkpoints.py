@@ -18,7 +18,6 @@ from rlhf.errors import UserError
 from rlhf.storage import disk
 from rlhf.training import checkpoints, snapshots
 from rlhf.training.checkpoints import Resumable
-from rlhf.training.saving import Saver
 from tests.support import forked_ranks, programs, saving
 from tests.support.killing import Killed
 from tests.support.saving import POINTS, Memory, killed_by, save, whole
@@ -41,18 +40,15 @@ def names(stage: Path) -> set[str]:
 # --- the order of what a save does
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in the loop", "beside it"])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_process_that_dies_while_saving_leaves_the_old_or_the_new(
-    stage: Path, monkeypatch: pytest.MonkeyPatch, point: str, beside: bool
+    stage: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     *call, is_there = POINTS[point]
     memory = Memory({"w": saving.WEIGHTS.clone()})
-    saver = Saver(stage, RunOptions(async_checkpoints=beside))
     with monkeypatch.context() as patched, pytest.raises(Killed):
         killed_by(patched, *call)
-        saver.save(3, Resumable({"weights": memory}, {"weights": memory}), saving.ABOUT)
-        saver.wait()
+        checkpoints.save(stage, 3, Resumable({"weights": memory}, {"weights": memory}), saving.ABOUT, 2)
     assert whole(stage) == (3 if is_there else 2)
     if not is_there:  # the old ones were not touched
         assert {"step-00000001", "step-00000002"} <= names(stage)
@@ -271,9 +267,6 @@ def test_two_ranks_save_and_fall_back_together(tmp_path: Path) -> None:
     # Rank 0 alone gives a checkpoint its name.
     assert zero.pop("renames") == ["step-00000001", "step-00000002", "step-00000003"] and one.pop("renames") == []
     assert zero == one  # of all else the ranks say the same
-    folder = tmp_path / "beside/checkpoints/step-00000002"
-    assert zero.pop("beside") == {"newest": 2, "last": f"the last checkpoint is {folder}"}
-    assert f"warning, step 3: no checkpoint, rank 1 cannot write {tmp_path}/beside" in printed
 
     for rank in (0, 1):  # the disk of one of them is full
         report = zero.pop(f"full {rank}")

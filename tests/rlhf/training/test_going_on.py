@@ -34,7 +34,7 @@ EVERYTHING: dict[str, Any] = {
     "num_mini_batches": 2,
     **{"kl_target": 1.0, "use_score_scaling": True, "score_clip": 3.0, "abort_kl": 1e4},
     **{"ema_decay": 0.5, "ptx_coef": 0.5, "ptx_batch_size": 8, "entropy_coef": 0.01, "critic_warmup_iterations": 1},
-    **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True, "async_checkpoints": True},
+    **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True},
     **{"report_to": ("tensorboard",), "sample_rows": 1},
 }
 """20 demonstrations in batches of 8: the 16 optimizer steps of the actor go through them 8 times."""
