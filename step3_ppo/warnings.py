@@ -246,8 +246,8 @@ RULES = (
         "equal_advantages",
         ("advantage_std",),
         _equal_advantages,
-        "nothing to learn from: every response scores alike; check --reward on a few samples, "
-        "or raise --temperature or --batch-size",
+        "nothing to learn from: every response, or every response to the same prompt, scores alike; check --reward on "
+        "a few samples, or raise --temperature or --batch-size",
     ),
     Rule(
         "critic_worse_than_mean",

@@ -4,6 +4,7 @@ import codecs
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from data.read.json_rows import parse_array, parse_record
 from data.read.records import Record, Skipped, column_names
 from data.read.remote import DataFile, RemoteFile, refuse_failures
 from rlhf.errors import UserError
+from rlhf.text.strict_json import DECODER
 
 LocatedRecords = Iterator[tuple[str, Record | Skipped]]
 """(location, record); the location is file:line, and a Skipped replaces a record that cannot be read"""
@@ -25,6 +27,8 @@ MAX_CELL = 1 << 27
 """bytes of one cell of a CSV file; a cell whose quote is never closed ends in an error at this size"""
 PARQUET_ROWS = 256
 """rows of a parquet file that are decoded at once"""
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+"""how a list of messages begins that someone has written into a cell"""
 
 SIGNATURES = (
     (b"\x1f\x8b", "a gzip file", "add .gz to its name"),
@@ -165,7 +169,11 @@ def _read_csv(path: DataFile, file: IO[bytes], delimiter: str) -> LocatedRecords
             yield location, Skipped(errors[0], bad=True)
             errors.clear()
         elif len(cells) == len(columns) and cells:
-            yield location, dict(zip(columns, cells, strict=True))
+            named = zip(columns, cells, strict=True)
+            try:
+                yield location, {column: _cell(cell, f"{location}: {column}") for column, cell in named}
+            except UserError as error:
+                yield location, Skipped(str(error), bad=True)
         elif cells and not columns:
             columns = _read_header(location, cells, delimiter)
         elif cells:
@@ -181,6 +189,22 @@ def _decode_csv_lines(path: DataFile, file: IO[bytes], errors: list[str]) -> Ite
         except UnicodeDecodeError as error:
             errors.append(_not_utf8(f"{path}:{number}", error))
             yield line.decode(errors="replace")
+
+
+def _cell(text: str, location: str) -> object:
+    """The text of a cell; or the list of messages that it holds as JSON, because a cell has no lists of its own.
+
+    Raises: UserError for a list of messages that is no JSON, such as pandas writes.
+    """
+    if not MESSAGES.match(text):
+        return text
+    try:
+        return DECODER.decode(text)
+    except ValueError as error:
+        cure = "write it with json.dumps, or write JSON lines"
+        raise UserError(
+            f"{location}: got {text[:30]!r}, a list of messages that is no JSON ({error}); {cure}"
+        ) from None
 
 
 def _read_header(location: str, cells: list[str], delimiter: str) -> list[str]:

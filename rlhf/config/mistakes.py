@@ -103,6 +103,11 @@ def mistakes_in(cls: type[Config], values: Tree, cure: Cure = similar_key) -> li
 def _mistake(cls: type[Config], error: Any, cure: Cure) -> Mistake:
     path = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
+        if isinstance(error["input"], dict) and len(path) == 1:
+            sections = [name for name, field in cls.model_fields.items() if record_in(field.annotation)]
+            have = f"; have {', '.join(sections)}" if sections else ""
+            whole = "a file with a section for each stage is for train.py"
+            return Mistake((), f"no section '{path[0]}'{suggest(path[0], sections)}{have}; {whole}")
         return Mistake((), f"no option '{'.'.join(path)}'{cure(cls, path)}")
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options

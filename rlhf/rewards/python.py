@@ -99,7 +99,7 @@ def _call(spec: str, function: Function, samples: Samples, columns: Mapping[str,
     response = "" if row is None else f", response {samples.responses[row][:80]!r}"
     raise UserError(
         f"reward '{spec}': {plugins.error_location(caught.error)}, {cause}{response}; correct the function and run the "
-        "same command again"
+        "same command again, from a checkpoint with --allow-config-change"
     ) from caught.error
 
 

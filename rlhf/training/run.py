@@ -91,6 +91,7 @@ class Run:
             for change in progress.versions_changed(self._checkpoint.manifest):
                 console.say(f"note: {self._checkpoint.folder} was written with another version: {change}")
         reporter = None
+        (self.directory / stage_process.traceback_file()).unlink(missing_ok=True)  # of an earlier process
         if collectives.is_main():
             recorded = reporting.rows_after(self.directory / manifests.METRICS, self.done)
             logs.cut(self.directory, self._logs, self._checkpoint.manifest["logs"] if self._checkpoint else {})

@@ -126,12 +126,17 @@ def _with_adapter_rates(options: Any, origins: parser.Origins) -> Any:
     return adapters.with_own_rates(options, origins)
 
 
+def traceback_file() -> str:
+    """The name of the file with the traceback of this rank."""
+    return f"traceback-{rank_variables.rank()}.txt"
+
+
 def _save_traceback(error: UserError, stage: str, argv: Sequence[str]) -> str:
     """Write the traceback of an error in the user's own code to a file: a clause for the message, or nothing."""
     folder = Path(parser.peek(argv, "output-dir", RunOptions().output_dir)) / stage
     if error.__cause__ is None or not folder.is_dir():
         return ""
-    path = folder / f"traceback-{rank_variables.rank()}.txt"
+    path = folder / traceback_file()
     with contextlib.suppress(OSError):
         path.write_text("".join(traceback.format_exception(error.__cause__)), encoding="utf-8")
         return f"; the traceback is in {path}"

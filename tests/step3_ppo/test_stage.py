@@ -271,7 +271,10 @@ def test_other_data_to_go_on_learning_is_noticed(models: Path, tmp_path: Path) -
     learning = {"ptx_coef": 0.1, "ptx_data_path": [str(own)], "ptx_batch_size": 4}
     paths = {"data_path": [*SMALL["data_path"]], "ppo_only_data_path": [str(prompts)]}
     config = options(models, tmp_path, "reinforce", **learning, **paths)
+    (tmp_path / "step3_ppo").mkdir()
+    (tmp_path / "step3_ppo/traceback-0.txt").write_text("of a process that failed before")
     stage.run(config)
+    assert not (tmp_path / "step3_ppo/traceback-0.txt").exists()
     manifest = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))
     assert {str(prompts), f"{own} (ptx)"} <= set(manifest["data"])
     stage.run(config)  # finished: nothing happens

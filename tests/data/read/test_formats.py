@@ -54,6 +54,17 @@ def test_every_kind_reads_the_same_rows(tmp_path: Path, name: str) -> None:
     assert all(location.startswith(f"{file}:") for location, _ in result)
 
 
+def test_a_cell_with_messages_is_the_list_that_it_says(tmp_path: Path) -> None:
+    """As json.dumps writes it; as pandas writes a list, it would be learned as text with brackets and roles."""
+    messages = [{"role": "user", "content": 'say "é"'}, {"role": "assistant", "content": "é, [{no}]"}]
+    rows = [{"a": json.dumps(messages), "b": "[{1}]"}, {"a": str(messages), "b": ""}, {"a": '[{"role": NaN}]', "b": ""}]
+    first, *others = [record for _, record in read_records(write(tmp_path / "x.csv", rows))]
+    assert first == {"a": messages, "b": "[{1}]"}
+    for record in others:
+        assert isinstance(record, Skipped) and record.bad and "a list of messages that is no JSON" in record.reason
+    assert f"{tmp_path}/x.csv:3: a: got" in others[0].reason and "json.dumps" in others[0].reason
+
+
 def test_locations_of_rows(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text('a,b\n1,"2\n3"\n\n4,5\n')
     assert [location.rpartition(":")[2] for location, _ in read_records(tmp_path / "x.csv")] == ["2", "5"]

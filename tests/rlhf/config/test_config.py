@@ -131,6 +131,7 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
             ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, gamma, kl_coef, steps"],
         ),
         ("kl_coef: 1", ["no option 'kl_coef' (did you mean 'inner.kl_coef'?); have every, inner, name, "]),
+        ("iner: {every: 1}", ["no section 'iner' (did you mean 'inner'?); have inner; a file with a section for each"]),
         ("inner: {every: 1}", ["no option 'inner.every' (did you mean 'every'?)"]),
         ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, gamma, kl_coef, steps"]),
         ("inner: {kl_coef: much}", ["inner.kl_coef", "valid number", "'much'"]),
