@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf import plugins
-from rlhf.adapters import open_adapter
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, PlainErrors
@@ -43,11 +42,6 @@ def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenize
         raise UserError(
             f"--add-tokens, --extend-tokenizer: got --adapter {name}, expected another: the new rows are trained with "
             "every adapter"
-        )
-    if config.adapter is not None and open_adapter(config.adapter).save is not None:
-        raise UserError(
-            f"--add-tokens, --extend-tokenizer: got --adapter {config.adapter}, which is saved without rows of the "
-            "base model; expected one that is merged, as lora"
         )
     if config.share_trunk:
         raise UserError(

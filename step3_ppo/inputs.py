@@ -25,7 +25,7 @@ from rlhf.rewards import learned
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, require_start
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
@@ -68,7 +68,6 @@ def check(
         require_decoder(path)
         if name == "actor_model":
             require_generating(path)
-            require_start(path)
         # Whether the context of a reward model is long enough depends on its own tokenizer (_check_lengths).
         check_start(path, config.chat_template, 0 if name == "reward_model" else tokens, config.convert_template)
         if name != "reward_model":

@@ -7,7 +7,6 @@ from pathlib import Path
 from rlhf import plugins, rewards
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
-from rlhf.models import virtual_tokens
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from step3_ppo import algorithms
@@ -106,23 +105,17 @@ def choose_critic(option: str | None, models: Step3Config) -> str:
     """What the critic starts from: the word `policy` or `shared`, or the path of a scalar model.
 
     option: --critic-model; models: the options with the paths of all models, that of the critic included. A critic
-    reads the actor's ids, and has whole weights. So by default it starts from the reward model if that has the same
-    tokenizer and template and no virtual tokens, otherwise from the policy.
-    Raises: UserError if the model that the option names reads other ids, or has virtual tokens.
+    reads the actor's ids. So by default it starts from the reward model if that has the same tokenizer and template,
+    otherwise from the policy.
+    Raises: UserError if the model that the option names reads other ids.
     """
     if option in (POLICY, SHARED):
         return option
     path = str(models.critic_model)
-    virtual = virtual_tokens.are_in(resolve(path))
-    if not virtual and _reads_same_ids(models, path):
+    if _reads_same_ids(models, path):
         return path
     if option is None:
         return POLICY
-    if virtual:
-        raise UserError(
-            f"critic '{path}': got virtual tokens, expected whole weights; add a new value head to the actor's model "
-            f"with --critic-model {POLICY}"
-        )
     raise UserError(
         f"critic '{path}': its tokenizer or chat template gives other ids than that of the actor "
         f"'{models.actor_model}'; expected models of one family: choose another with --critic-model, or add a new "
@@ -140,7 +133,7 @@ def describe_critic(option: str | None, models: Step3Config) -> str:
     if option is not None:
         reason = f"--critic-model {option}"
     elif models.critic_model == POLICY:
-        reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template, or virtual tokens"
+        reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template"
     else:
         reason = "the reward model, with the actor's tokenizer"
     return f"the critic starts from {source} ({reason})"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -42,10 +41,6 @@ class Adapter(Protocol):
     set_start: Callable[[PreTrainedModel, Sequence[Sequence[int]]], None] | None = None
     """of a method whose first weights depend on more than the model: `set_start(model, rows)` sets them in the wrapped
     model from its files or from training rows (token ids, the same on all ranks)"""
-    save: Callable[[PreTrainedModel, Path, Tensor | None], None] | None = None
-    """of a method that cannot merge: `save(model, directory, head)` writes its own weights as a PEFT adapter, and the
-    head [1, d] of a scalar model. All ranks call it; `merged` is not called, and stages that need merged weights refuse
-    the method before training"""
 
     def wrap(self, model: PreTrainedModel) -> None:
         """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model
@@ -101,14 +96,6 @@ def wrap(model: PreTrainedModel, spec: str | None, rows: Sequence[Sequence[int]]
         if adapter.set_start is not None and rows is not None:
             adapter.set_start(model, rows)
     return model
-
-
-def require_merging(spec: str, merged_for: str) -> None:
-    """Raises: UserError for an adapter that has no merged form. merged_for: what needs it"""
-    if open_adapter(spec).save is not None:
-        raise UserError(
-            f"--adapter {spec}: cannot be merged, but {merged_for} needs merged weights; name another method, as lora"
-        )
 
 
 def own_rates(options: EngineOptions) -> dict[str, float]:

@@ -14,7 +14,6 @@ from pydantic import ConfigDict, Field, create_model
 
 from rlhf.adapters import _layers
 from rlhf.adapters._peft import PeftAdapter
-from rlhf.adapters._virtual import VirtualTokens
 from rlhf.config import Config
 from rlhf.errors import UserError
 
@@ -44,14 +43,14 @@ class Method:
         learning_rate: float,
         options: Mapping[str, Option],
         fixed: Mapping[str, Any] = MappingProxyType({}),
-        adapter: Callable[[Any, float], PeftAdapter | VirtualTokens] = PeftAdapter,
+        adapter: Callable[[Any, float], PeftAdapter] = PeftAdapter,
     ) -> None:
         self._peft_options, self._learning_rate = peft_options, learning_rate
         self._fixed, self._adapter = fixed, adapter
         fields: Any = {name: option.field for name, option in options.items()}
         self.Config: type[Options] = create_model("Config", __base__=Options, **fields)
 
-    def build(self, config: Options) -> PeftAdapter | VirtualTokens:
+    def build(self, config: Options) -> PeftAdapter:
         """Raises: UserError for options that peft refuses."""
         try:
             return self._adapter(self._peft_options(**config.model_dump(), **self._fixed), self._learning_rate)
@@ -67,7 +66,6 @@ LAYERS: Mapping[str, Option] = {
         str | list[str],
     )
 }  # fmt: skip
-TOKENS: Mapping[str, Option] = {"num_virtual_tokens": Option(20, "number of embeddings before every row", ge=1)}
 SCALE = "the update is scaled by alpha / r"
 FROM_ZERO = {"init_weights": True}
 """The update starts at 0. peft's default is random, and the model would compute something else."""
@@ -135,22 +133,6 @@ ROWS: Mapping[str, Method] = MappingProxyType({
         **LAYERS,
         "oft_block_size": Option(32, "rows of each block; peft takes the nearest divisor of the layer's inputs", ge=2),
     }, {"r": 0}),
-    # P-tuning: embeddings before every row, computed by a learned MLP (arXiv 2103.10385). Accuracy 0.35. They start at
-    # random, so the model does not compute what it did before.
-    "p_tuning": Method(peft.PromptEncoderConfig, 1e-4, {
-        **TOKENS,
-        "encoder_hidden_size": Option(None, "width of the MLP; none = the model's", int | None, ge=1),
-    }, adapter=VirtualTokens),
-    # Prefix tuning: learned keys and values before every row, in all layers (arXiv 2101.00190). Accuracy 0.19 at 1e-3,
-    # 0.36 at 5e-3 from zeros. Attention to these takes weight from the row: the model computes something else.
-    "prefix_tuning": Method(peft.PrefixTuningConfig, 5e-3, {
-        "num_virtual_tokens": Option(30, "number of keys and values of each layer", ge=1),
-    }, {"init_weights": "zero"}, VirtualTokens),
-    # Prompt tuning: learned embeddings before every row (arXiv 2104.08691). Accuracy 0.06 at 1e-4, 0.34 at 1e-3. They
-    # start as those of random tokens, so the model does not compute what it did before.
-    "prompt_tuning": Method(
-        peft.PromptTuningConfig, 1e-3, TOKENS, {"prompt_tuning_init": "SAMPLE_VOCAB"}, VirtualTokens
-    ),
     # RandLoRA: learned combinations of random low-rank matrices, of full rank (arXiv 2502.00987). Accuracy 0.48.
     "randlora": Method(peft.RandLoraConfig, 1e-4, {
         **LAYERS,
@@ -164,8 +146,8 @@ ROWS: Mapping[str, Method] = MappingProxyType({
         "r": Option(32, "as many weights of a layer as LoRA of this rank has: r * (inputs + outputs)", ge=1),
         "random_seed": Option(42, "seed of the choice, which is not saved"),
     }, adapter=_layers.SHiRA),
-    # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate of prompt tuning,
-    # which also trains rows of embeddings.
+    # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate is that of peft's
+    # prompt tuning, which also trains rows of embeddings.
     "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {
         "token_indices": Option(..., "ids of the tokens", list[int], min_length=1),
     }, adapter=_layers.TrainableTokens),

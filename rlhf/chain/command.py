@@ -59,7 +59,6 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
 
     Every stage is checked before the first is started. Raises: UserError.
     """
-    from rlhf.adapters import require_merging
     from rlhf.chain.steps import chosen_steps, describe_skipped
     from rlhf.storage import manifests
     from rlhf.training import progress
@@ -76,8 +75,6 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
             finished.append(name)
             continue
         try:
-            if step == 3 and options.actor_model is None and 1 in todo and todo[1].adapter is not None:
-                require_merging(todo[1].adapter, f"the policy that {name} trains further")
             stage.check(options, planned, processes)
         except UserError as error:
             raise UserError(f"{name}: {as_typed(str(error), SECTIONS[step], options)}") from None

@@ -43,7 +43,6 @@ def merge(path: str, out: Path) -> None:
     from rlhf.models.adapter_files import has_head
     from rlhf.models.load import load_causal_lm, load_config
     from rlhf.models.scalar import ScoreStatistics, load_scalar_model
-    from rlhf.models.virtual_tokens import are_in
     from rlhf.storage import disk
     from rlhf.text.encoder import id_count
     from rlhf.text.tokenizer import load_tokenizer
@@ -52,8 +51,6 @@ def merge(path: str, out: Path) -> None:
         raise UserError(
             f"{path}: got no adapter, expected that of a run with --share-trunk or of peft; other models are whole"
         )
-    if are_in(path):
-        raise UserError(f"{path}: got virtual tokens, which have no merged form, expected another adapter")
     _require_new(out)
     tokenizer, config = load_tokenizer(path), load_config(path)
     dtype: Any = config.dtype

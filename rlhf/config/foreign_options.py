@@ -11,7 +11,6 @@ METHODS = {
     "dora": "--adapter lora,use_dora=true",
     "rslora": "--adapter lora,use_rslora=true",
     "pissa": "--adapter lora,init_lora_weights=pissa",
-    "p_tuning_v2": "--adapter prefix_tuning: P-Tuning v2 is prefix tuning",
 }
 """By the name of a method elsewhere, as `plain` writes it: what it is here."""
 
@@ -19,8 +18,8 @@ METHODS = {
 def plain(name: str) -> str:
     """A name without differences of spelling.
 
-    >>> plain("P-Tuning-v2")
-    'p_tuning_v2'
+    >>> plain("rs-LoRA")
+    'rs_lora'
     """
     return re.sub(r"[\s-]+", "_", name.strip().lower())
 

@@ -37,19 +37,10 @@ def save_policy(
 ) -> None:
     """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
 
-    With `average`, write the engine's averaged weights instead of its last weights. An adapter that cannot merge writes
-    itself instead.
+    With `average`, write the engine's averaged weights instead of its last weights.
     """
     policy = engine.module
     assert isinstance(policy, Policy)
-    save_alone = None if adapter is None else adapters.open_adapter(adapter).save
-    if save_alone is not None:
-        with average.inside(policy) if average is not None else contextlib.nullcontext():
-            save_alone(policy.lm, directory, None)
-        if collectives.is_main():
-            save_left_padded(tokenizer, directory)
-        collectives.barrier()
-        return
     with average.inside(policy) if average is not None else contextlib.nullcontext():
         state = full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
@@ -100,8 +91,7 @@ def save_scalar(
     `AutoModelForSequenceClassification(num_labels=1)` reads.
 
     The head is fp32 in the file, whatever the other weights are. Its pad token is not EOS, because that class pools at
-    the last token that is not padding. `scores` is written to its config. An adapter that cannot merge writes
-    itself and the head instead.
+    the last token that is not padding. `scores` is written to its config.
     """
     model = engine.module.critic() if isinstance(engine.module, ActorCritic) else engine.module
     assert isinstance(model, ScalarModel)
@@ -109,13 +99,6 @@ def save_scalar(
     prefix = backbone.base_model_prefix
     with gather_weights([model.score.weight]):
         head = model.score.exact.detach().to("cpu")
-    save_alone = None if adapter is None else adapters.open_adapter(adapter).save
-    if save_alone is not None:
-        save_alone(backbone, directory, head)
-        if collectives.is_main():
-            save_scalar_config(model, tokenizer, directory, scores)
-        collectives.barrier()
-        return
     state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
     if collectives.is_main():
         state[HEAD] = head

@@ -18,7 +18,6 @@ from rlhf.generation import BackendOptions
 from rlhf.generation._cache import StaticCache, StaticLayer
 from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
-from rlhf.models import virtual_tokens
 from rlhf.models.ends import end_ids
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
@@ -249,7 +248,7 @@ def _read(
 
     Rows of similar length are processed together, and a repeated prompt only once.
     """
-    if not attends_to_all(lm.config) or virtual_tokens.on(lm):
+    if not attends_to_all(lm.config):
         return _read_padded(lm, prompts)
     ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
     ids = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -1)
@@ -292,8 +291,7 @@ def _of_tokens(states: Tensor) -> Tensor:
 
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
-    """The same for models with other kinds of layers, such as a sliding window, or virtual tokens: all rows at once,
-    left-padded."""
+    """The same for models with other kinds of layers, such as a sliding window: all rows at once, left-padded."""
     cache, columns = DynamicCache(config=lm.config), prompts.mask.any(0)
     mask = prompts.mask[:, columns]
     inputs = {"input_ids": prompts.ids[:, columns], "attention_mask": mask.long()}

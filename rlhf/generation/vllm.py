@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlhf import console
-from rlhf.adapters import require_merging
 from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.engine import export
 from rlhf.errors import UserError
@@ -74,8 +73,6 @@ class Config(BackendOptions):
                 "rollout backend 'vllm': got --no-gather-whole, expected all weights on every GPU, as in vLLM; "
                 "use --rollout-backend loop"
             )
-        if engine.adapter is not None:
-            require_merging(engine.adapter, "rollout backend 'vllm'")
         if engine.quantize != "none":
             raise UserError(
                 f"rollout backend 'vllm': got --quantize {engine.quantize}, whose weights would be dequantised and "

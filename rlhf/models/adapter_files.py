@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 """before the names of weights in the file: peft's own modules"""
 HEAD_IN_FILE = f"{PREFIX}score.weight"
-HEAD_BESIDE_TOKENS = "base_model.score.weight"
-"""the same in the file of virtual tokens, for which peft changes no module"""
 ONLY = "default"
 """the name of an adapter that is alone on its model, which peft chooses"""
 SHARING = ("LORA",)
@@ -127,7 +125,7 @@ def load(model: PreTrainedModel, name: str, path: str) -> None:
 
     inject(model, name, read_options(path))
     own_prefix = f"{PREFIX}{_inner_prefix(model)}"
-    state = {key: value for key, value in read_weights(path).items() if key != HEAD_IN_FILE}
+    state = {key: value for key, value in load_file(Path(path) / ADAPTER_WEIGHTS).items() if key != HEAD_IN_FILE}
     named = {key.removeprefix(own_prefix): value for key, value in state.items()}
     expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     wrong = sorted({*expected} ^ {*named}) or [key for key in named if named[key].shape != expected[key].shape]
@@ -145,11 +143,6 @@ def load(model: PreTrainedModel, name: str, path: str) -> None:
 def _inner_prefix(model: PreTrainedModel) -> str:
     """The prefix that names in the file have, and names in a backbone without a head have not."""
     return f"{model.base_model_prefix}." if model.base_model is model else ""
-
-
-def read_weights(path: str) -> dict[str, Tensor]:
-    """The weights in the directory of an adapter, by their names in the file."""
-    return load_file(Path(path) / ADAPTER_WEIGHTS)
 
 
 def has_head(path: str) -> bool:
@@ -218,7 +211,10 @@ def same_method(one: "PeftConfig", other: "PeftConfig") -> bool:
 
 
 def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Tensor | None = None) -> None:
-    """Write the adapter `name` of a model into a directory. head: of a scalar model, [1, d]."""
+    """Write the adapter `name` of a model into a directory, as peft does.
+
+    base: path or hub id of the model without it; head: of a scalar model, [1, d]
+    """
     from peft import get_peft_model_state_dict
 
     options: Any = options_of(model, name)
@@ -229,11 +225,6 @@ def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Te
     state = {f"{own_prefix}{key}": value for key, value in weights.items()}
     if head is not None:
         state[HEAD_IN_FILE] = head
-    write(options, base, state, directory)
-
-
-def write(options: "PeftConfig", base: str, state: dict[str, Tensor], directory: Path) -> None:
-    """Write the options and the weights of an adapter as peft does. base: path or hub id of the model without it"""
     options.base_model_name_or_path = base
     options.inference_mode = True
     options.save_pretrained(str(directory))

@@ -29,7 +29,7 @@ from rlhf.hub.untrusted import (
     refuse_whole_numbers,
     with_file,
 )
-from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
+from rlhf.models import adapter_files, ends, new_rows, packing, quantized
 from rlhf.models.traits import class_of, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -255,14 +255,11 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
     _refuse_architecture(config, path)
     shards, quantize, new_tokens = loading.shards, loading.quantize, loading.new_tokens
     if is_adapter(Path(source)):
-        virtual = virtual_tokens.are_in(source)
-        if virtual and shards is not None:
-            raise UserError(f"model '{path}': virtual tokens, which are not sharded; expected --zero-stage 0, 1 or 2")
-        if shards is not None or (quantize != "none" and not virtual):
+        if shards is not None or quantize != "none":
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
             raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
         model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, loading)
-        virtual_tokens.load(model, source) if virtual else adapter_files.merge(model, source)
+        adapter_files.merge(model, source)
         for name in OWN_VALUES:
             setattr(model.config, name, getattr(config, name, None))
         return model

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths import ops
-from rlhf.models import packing, virtual_tokens
-from rlhf.models.adapter_files import HEAD_BESIDE_TOKENS, HEAD_IN_FILE
+from rlhf.models import packing
+from rlhf.models.adapter_files import HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import WHOLE, Loading, explain_load_errors, load_backbone, load_config
 from rlhf.models.traits import attends_to_all, has_argument
@@ -122,8 +122,7 @@ def can_join(model: ScalarModel, pairs: Pairs) -> bool:
     ignore. A window that only few tokens exceed makes a smaller difference; most configs declare their window.
     pairs: the longest pairs, because a window has an effect in long rows only
     """
-    own_rows = not model.joins or virtual_tokens.on(model.backbone)
-    if own_rows or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
+    if not model.joins or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
         return False
     rows, expected = pairs.joined(), score_separately(model, pairs).scores
     mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]
@@ -211,7 +210,7 @@ def _weight_files(path: str) -> list[Path]:
 
 def _head_in(file: Path) -> Tensor | None:
     with safe_open(file, framework="pt") as tensors:
-        name = next((name for name in (HEAD, HEAD_IN_FILE, HEAD_BESIDE_TOKENS) if name in tensors.keys()), None)  # noqa: SIM118  (no mapping)
+        name = next((name for name in (HEAD, HEAD_IN_FILE) if name in tensors.keys()), None)  # noqa: SIM118  (no mapping)
         return None if name is None else tensors.get_tensor(name)
 
 

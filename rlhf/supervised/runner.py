@@ -32,7 +32,7 @@ from rlhf.supervised.speed import Arithmetic, Speed, arithmetic
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training import progress, random_sources
 from rlhf.training.checkpoints import Resumable, require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, check_trunk, require_start
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, check_trunk
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.run import open_run
 from rlhf.training.trackers import check_trackers
@@ -120,7 +120,6 @@ class Supervised(Generic[C]):
         start = planned_start(config.model, config.output_dir, planned or {})
         model_path = start or resolve_model_path(config.model, *FOLDERS)
         check_trunk(config, resolve(model_path))
-        require_start(model_path)
         check_start(model_path, config.chat_template, config.max_length, config.convert_template)
         check_split(config, model_path)
         directory = Path(config.output_dir) / self.declaration.name

@@ -12,7 +12,7 @@ from rlhf.engine.training import require_possible
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
-from rlhf.models import quantized, virtual_tokens
+from rlhf.models import quantized
 from rlhf.models.adapter_files import base_of, reason_against_sharing
 from rlhf.models.load import load_config, require_context, require_vocabulary
 from rlhf.storage import manifests
@@ -39,16 +39,6 @@ def check_engine(options: EngineOptions, ranks: int = 1) -> None:
     adapter = adapters.open_adapter(options.adapter)
     if adapter.check is not None:
         adapter.check(options)
-
-
-def require_start(path: str) -> None:
-    """Raises: UserError for a model that no stage can train further."""
-    source = short_names.resolve(path)
-    if virtual_tokens.are_in(source):
-        raise UserError(
-            f"model '{path}': virtual tokens, which no stage trains further; expected whole weights, such as those of "
-            f"its base model '{base_of(source)}'"
-        )
 
 
 def _check_trunk_options(options: EngineOptions) -> None:

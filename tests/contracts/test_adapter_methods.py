@@ -57,9 +57,7 @@ SPECS = {
     "trainable_tokens": "trainable_tokens,token_indices=[5,9,11]",
 }
 """for these small layers; other methods have their defaults"""
-VIRTUAL = ["p_tuning", "prefix_tuning", "prompt_tuning"]
-"""methods that cannot merge"""
-METHODS = sorted({*SPECS, *plugins.names("rlhf.adapters")} - {*VIRTUAL})
+METHODS = sorted({*SPECS, *plugins.names("rlhf.adapters")})
 ROUNDED = {"pissa", "olora"}
 """methods that start at the model up to rounding: numbers that cancel are added and taken away"""
 WHOLE = {"loha", "eva"}
@@ -229,7 +227,7 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
     assert (printed["learning_rate"], printed["adapter"]) == (5e-4, "vera")
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VIRTUAL])
+@each
 def test_the_compiler_is_for_lora_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.training.checks.require_possible", lambda *_: None)
     options = EngineOptions(adapter=spec_of(method), torch_compile=True)
@@ -240,7 +238,7 @@ def test_the_compiler_is_for_lora_alone(method: str, monkeypatch: pytest.MonkeyP
             check_engine(options)
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VIRTUAL])
+@each
 def test_the_plan_has_its_size_without_weights(method: str) -> None:
     with torch.device("meta"):
         planned = adapters.wrap(start(), spec_of(method))
@@ -252,9 +250,9 @@ def test_the_plan_has_its_size_without_weights(method: str) -> None:
     assert shapes[0] == shapes[1]
 
 
-TRACED = ["lokr", "shira,r=2", "trainable_tokens,token_indices=[5,9]", "prefix_tuning"]
-"""a random number beside a dropout, sparse weights, no trained weights in layers, trained keys and values"""
-ALSO_TRACED = [pytest.param(spec, marks=pytest.mark.long) for spec in ("lora,r=4", "loha", "p_tuning", "prompt_tuning")]
+TRACED = ["lokr", "shira,r=2", "trainable_tokens,token_indices=[5,9]"]
+"""a random number beside a dropout, sparse weights, no trained weights in layers"""
+ALSO_TRACED = [pytest.param(spec, marks=pytest.mark.long) for spec in ("lora,r=4", "loha")]
 
 
 @pytest.mark.parametrize("spec", [*TRACED, *ALSO_TRACED])

@@ -92,8 +92,6 @@ def test_the_nearest_name_is_suggested(folder: str) -> None:
     [
         ("QLoRA", "--adapter lora --quantize nf4: "),
         ("qlora,r=8", "--adapter lora --quantize nf4: "),
-        ("P-Tuning-v2", "--adapter prefix_tuning: "),
-        ("p tuning v2", "--adapter prefix_tuning: "),
         ("DoRA", "--adapter lora,use_dora=true"),
         ("rsLoRA", "--adapter lora,use_rslora=true"),
         ("PiSSA", "--adapter lora,init_lora_weights=pissa"),

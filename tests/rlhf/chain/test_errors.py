@@ -137,7 +137,6 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "no reward function": (["--ppo.reward", "no.py:score"], ["no.py", "no such Python file"]),
     "no adapter": (["--adapter", "lroa"], ["no 'lroa'", "did you mean 'lora'"]),
     "adapter of no rank": (["--adapter", "lora,r=0"], ["rlhf.adapters.lora: r:", "greater than or equal to 1, got 0"]),
-    "adapter of no merged form": (["--adapter", "p_tuning"], ["--adapter p_tuning: cannot be merged", "step3_ppo"]),
     "adapter option": (["--adapter", "lora,rank=8"], ["no option 'rank'", "have init_lora_weights, lora_alpha, r,"]),
     "no template": (["--chat-template", "chatlm"], ["no chat template 'chatlm'", "did you mean 'chatml'"]),
     "fp16 on a CPU": (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),

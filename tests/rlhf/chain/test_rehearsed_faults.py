@@ -84,10 +84,8 @@ def build(config): return Mine(config)
 """
 ADAPTER = """
 from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 from rlhf.adapters.lora import LoRA
 from rlhf.config import Config
-from rlhf.storage import disk
 
 class Mine(LoRA):
     FAULT
@@ -95,9 +93,8 @@ class Mine(LoRA):
 def build(config): return Mine(LoraConfig(r=2, target_modules="all-linear"))
 """
 UNLOADABLE = """
-    def save(self, model, directory, head):
-        disk.save_tensors(get_peft_model_state_dict(model, adapter_name="default"), directory / "weights.safetensors")
-        model.config.save_pretrained(directory)
+    def merged(self, model, state):
+        return {name: weight.flatten() for name, weight in super().merged(model, state).items()}
 """
 DATA = """
 import itertools

@@ -352,3 +352,10 @@ def test_an_adapter_that_peft_saved_is_its_base_model_with_the_update(model_path
     with torch.no_grad():
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_has_no_merged_form_is_refused(model_path: Path, tmp_path: Path) -> None:
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), options).save_pretrained(tmp_path / "tokens")
+    with pytest.raises(UserError, match="tokens': an adapter of virtual tokens, which cannot be merged; expected"):
+        load_causal_lm(str(tmp_path / "tokens"), torch.float32, tiny.VOCAB)
