@@ -13,7 +13,7 @@ import torch
 from data.config import BatchOptions
 from data.prepare.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.errors import UserError
-from rlhf.maths.uniforms import ORDER, PICKS, stream
+from rlhf.maths.uniforms import ORDER, stream
 from rlhf.types import JoinedPairs, Pairs, Prompts, Sequences, WeightedSequences
 
 SORTED_BATCHES = 50
@@ -54,19 +54,6 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
         ids[b, size - len(item.ids) :] = torch.tensor(item.ids)
         mask[b, size - len(item.ids) :] = True
     return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
-
-
-def sample_rows(items: Sequence[Demonstration | Preference | Prompt], seed: int, tokens: int) -> list[list[int]]:
-    """Ids of random items, of pairs the chosen side, with `tokens` tokens in total, or fewer if there are no more."""
-    rows: list[list[int]] = []
-    for index in stream(PICKS, seed).permutation(len(items)).tolist():
-        item = items[index]
-        ids = item.chosen if isinstance(item, Preference) else item.ids
-        rows.append(list(ids[:tokens]))
-        tokens -= len(rows[-1])
-        if tokens == 0:
-            break
-    return rows
 
 
 def padding_share(micros: Sequence[Sequences | JoinedPairs]) -> float:

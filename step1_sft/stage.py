@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, counted_rows, padding_share, sample_rows, sft_batch
+from data.batches import Batches, counted_rows, padding_share, sft_batch
 from data.dataset import PhaseData, PromptDataset, Recipe
 from data.prepare.encode import Demonstration
 from data.prepare.pack import CROSS_TEXT_ATTENTION
@@ -133,7 +133,7 @@ class FineTuning:
         lm = load_causal_lm(model_path, dtype, id_count(tokenizer), loading)
         if config.dropout:
             set_dropout(lm, config.dropout, model_path)
-        adapters.wrap(lm, config.adapter, sample_rows(data.train, config.seed, adapters.START_TOKENS))
+        adapters.wrap(lm, config.adapter)
         if config.adapter is not None and new_tokens:
             new_rows.train(lm, new_tokens)
         model = sequence_parallel.policy(lm, config.sequence_parallel_size)

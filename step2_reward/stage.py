@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, counted_rows, padding_share, pair_batch, sample_rows
+from data.batches import Batches, counted_rows, padding_share, pair_batch
 from data.dataset import PhaseData, PromptDataset, Recipe
 from data.prepare.encode import Preference
 from rlhf import adapters, console
@@ -134,18 +134,13 @@ def scoring(
     return score_separately
 
 
-def new_model(
-    config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int, rows: Sequence[Sequence[int]] = ()
-) -> ScalarModel:
-    """The model with a new score head.
-
-    rows: training rows, as of `adapters.wrap`
-    """
+def new_model(config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel:
+    """The model with a new score head."""
     loading = Loading(config.seed, shards_of(config), config.quantize)
     model = new_scalar_model(path, dtype, tokenizer_size, loading)
     if config.dropout:
         set_dropout(model.backbone, config.dropout, path)
-    adapters.wrap(model.backbone, config.adapter, rows)
+    adapters.wrap(model.backbone, config.adapter)
     return sequence_parallel.scalar_model(model, config.sequence_parallel_size)
 
 
@@ -171,8 +166,7 @@ class RewardModelling:
     ) -> None:
         self._config, self._tokenizer, self._data, self._model_path = config, tokenizer, data, model_path
         dtype = compute_dtype(config, collectives.local_device())
-        rows = sample_rows(data.train, config.seed, adapters.START_TOKENS)
-        model = new_model(config, model_path, dtype, id_count(tokenizer), rows)
+        model = new_model(config, model_path, dtype, id_count(tokenizer))
         set_reading(model.backbone.config, Template(tokenizer))
         rates = {} if config.head_learning_rate is None else {HEAD: config.head_learning_rate}
         if rates and config.learning_rate == 0:  # no gradients of what would not change

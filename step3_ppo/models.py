@@ -1,6 +1,5 @@
 """The models of step 3 and the algorithm: loading, engines, and their state in a checkpoint."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -29,8 +28,8 @@ from step3_ppo.schedule import iterations
 from step3_ppo.trunk import open_roles
 
 
-def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]] = ()) -> Learner:
-    """Load every model and build the engines. rows: training rows, as of `adapters.wrap`"""
+def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Learner:
+    """Load every model and build the engines."""
     if config.torch_compile and config.rescore:
         cpu.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
@@ -43,13 +42,13 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
     critic_steps = iterations(config) * steps_per_iteration
     actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration
     shares_actor = algorithm.value_loss is not None and config.critic_model == SHARED
-    policy = _policy(config, context, ids, shares_actor, rows) if roles is None else roles.actor
+    policy = _policy(config, context, ids, shares_actor) if roles is None else roles.actor
     actor = _actor(config, policy, critic_steps if shares_actor else actor_steps)
     reference = _reference(config, context, ids) if roles is None else _frozen(config, context, roles.reference)
     critic = actor if shares_actor else None
     if algorithm.value_loss is not None and not shares_actor:
         value_model = None if roles is None else roles.critic
-        critic = _critic(config, value_model or _value_model(config, context, ids, rows), critic_steps)
+        critic = _critic(config, value_model or _value_model(config, context, ids), critic_steps)
     scorer = Scorer(
         Reference(reference),
         rewards.open_sources(
@@ -79,13 +78,11 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase, rows: Sequen
     )
 
 
-def _policy(
-    config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool, rows: Sequence[Sequence[int]]
-) -> Policy:
+def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
     options = config.actor.over(config)
     loading = Loading(config.seed, training.shards_of(options), options.quantize)
     lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, loading)
-    adapters.wrap(lm, config.adapter, rows)
+    adapters.wrap(lm, config.adapter)
     return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
 
@@ -106,16 +103,14 @@ def _frozen(config: Step3Config, context: rewards.Context, policy: Policy) -> Fr
     return FrozenEngine(policy, config.reference.beside(config.actor.over(config)), context.dtype)
 
 
-def _value_model(
-    config: Step3Config, context: rewards.Context, vocabulary: int, rows: Sequence[Sequence[int]]
-) -> ScalarModel:
+def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
     options = config.critic.over(config)
     loading = Loading(config.seed, training.shards_of(options), options.quantize)
     if config.critic_model == POLICY:
         model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, loading)
     else:
         model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, loading)
-    model.backbone = adapters.wrap(model.backbone, config.adapter, rows)
+    model.backbone = adapters.wrap(model.backbone, config.adapter)
     return model
 
 

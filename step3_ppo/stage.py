@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import sample_rows
 from data.dataset import PromptDataset
 from data.prepare.encode import Prompt
 from rlhf import adapters, console, rewards
@@ -170,7 +169,7 @@ def run(config: Step3Config) -> None:
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
     with open_run(STAGE, user_config, stage_status, resolved.paths) as stage, ExitStack() as at_end:
         status(f"{STAGE.name}: loading the models")
-        learner = set_up(config, tokenizer, sample_rows(prompts, config.seed, adapters.START_TOKENS))
+        learner = set_up(config, tokenizer)
         if learner.backend.close is not None:
             at_end.callback(learner.backend.close)
         if config.adapter is not None:

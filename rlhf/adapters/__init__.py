@@ -1,6 +1,6 @@
 """Parameter-efficient methods, one per file: `Config`, its options, and `build(config)`, which returns an `Adapter`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -21,8 +21,6 @@ FOLDER = __name__
 FULL_RATE = 2e-5
 """learning rate of supervised fine-tuning of all weights. A method that learns at 10 times this rate there learns at 10
 times a stage's own default everywhere: of the policy, the reward model and the critic."""
-START_TOKENS = 1024
-"""tokens of the training rows that `Adapter.set_start` gets"""
 E = TypeVar("E", bound=EngineOptions)
 
 
@@ -38,9 +36,6 @@ class Adapter(Protocol):
     """peak rate of supervised fine-tuning that suits the method (`with_own_rates`); None = that of all weights"""
     check: Callable[[EngineOptions], None] | None = None
     """raises a UserError for options of a trained model that exclude the method; called before a model is loaded"""
-    set_start: Callable[[PreTrainedModel, Sequence[Sequence[int]]], None] | None = None
-    """of a method whose first weights depend on more than the model: `set_start(model, rows)` sets them in the wrapped
-    model from its files or from training rows (token ids, the same on all ranks)"""
 
     def wrap(self, model: PreTrainedModel) -> None:
         """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model
@@ -78,23 +73,19 @@ def peft_options(spec: str, config: PreTrainedConfig) -> "PeftConfig | None":
     return adapter_files.options_of(model, ONLY) if ONLY in getattr(model, "peft_config", {}) else None
 
 
-def wrap(model: PreTrainedModel, spec: str | None, rows: Sequence[Sequence[int]] | None = None) -> PreTrainedModel:
+def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
     """`model` itself, wrapped by the adapter that `spec` names; unchanged if `spec` is None.
 
-    rows: training rows, as of `Adapter.set_start`; None if only the sizes of the weights matter, as in a plan
     Raises: UserError as `open_adapter`, or if no weight requires gradients after wrapping.
     """
     if spec is not None:
-        adapter = open_adapter(spec)
-        adapter.wrap(model)
+        open_adapter(spec).wrap(model)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         for weight in trained:  # peft makes some in fp32
             if weight.dtype != model.dtype:
                 weight.data = weight.data.to(model.dtype)
         if not trained:
             raise UserError(f"adapter '{spec}': after wrap(model) no weight requires gradients, expected its own ones")
-        if adapter.set_start is not None and rows is not None:
-            adapter.set_start(model, rows)
     return model
 
 

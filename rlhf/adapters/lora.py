@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from peft import LoraConfig
@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.adapters import _starts
 from rlhf.adapters._peft import PeftAdapter, Targets, refuse_compiler
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
@@ -26,7 +25,7 @@ REFUSED = {
     "corda": "CorDA takes its start out of the weights by a covariance of as many rows as columns for each layer",
     "lora_ga": "LoRA-GA computes its start from gradients of all weights, for which an adapter has no room",
 }
-EXPECTED = "expected default, gaussian, orthogonal, eva, loftq, pissa, pissa_niter_N or olora"
+EXPECTED = "expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora"
 
 
 class Config(Targets):
@@ -39,24 +38,23 @@ class Config(Targets):
     use_dora: bool = False
     """also train the norm of each row of the weight (DoRA, arXiv 2402.09353)"""
     init_lora_weights: str = "default"
-    """start of the update: default (B = 0), gaussian, orthogonal; eva (directions of the inputs on training rows, arXiv
-    2410.07170); loftq (the error of --quantize, arXiv 2310.08659); pissa (the largest singular values, arXiv
-    2404.02948; pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out
-    of the weights"""
+    """start of the update: default (B = 0), gaussian, orthogonal; pissa (the largest singular values, arXiv 2404.02948;
+    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out of the
+    weights"""
 
     @field_validator("init_lora_weights")
     @classmethod
     def _known(cls, value: str) -> str:
         if value in REFUSED:
             raise ValueError(f"{REFUSED[value]}; {EXPECTED}")
-        if not re.fullmatch(r"default|gaussian|orthogonal|eva|loftq|pissa(_niter_\d+)?|olora", value):
+        if not re.fullmatch(r"default|gaussian|orthogonal|pissa(_niter_\d+)?|olora", value):
             raise ValueError(EXPECTED)
         return value
 
     @model_validator(mode="after")
     def _possible(self) -> "Config":
-        if self.use_dora and self.init_lora_weights.startswith(("pissa", "olora", "loftq")):
-            raise ValueError("use_dora: excludes init_lora_weights pissa, olora and loftq, which start with an update")
+        if self.use_dora and self.init_lora_weights.startswith(("pissa", "olora")):
+            raise ValueError("use_dora: excludes init_lora_weights pissa and olora, which start with an update")
         return self
 
 
@@ -71,36 +69,23 @@ def build(config: Config) -> "LoRA":
         bias="none",
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        # pissa_niter_N is a pattern; EVA and LoftQ are ours
-        init_lora_weights=True if start in ("default", "eva", "loftq") else start,  # type: ignore[arg-type]
+        init_lora_weights=True if start == "default" else start,  # type: ignore[arg-type]  # pissa_niter_N is a pattern
     )
-    return LoRA(options, PISSA_LEARNING_RATE if start.startswith("pissa") else LEARNING_RATE, start)
+    return LoRA(options, PISSA_LEARNING_RATE if start.startswith("pissa") else LEARNING_RATE)
 
 
 class LoRA(PeftAdapter):
-    """The adapter of any `LoraConfig` of peft, and two initialisations of our own."""
+    """The adapter of any `LoraConfig` of peft."""
 
-    def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE, start: str = "default") -> None:
+    def __init__(self, options: LoraConfig, learning_rate: float = LEARNING_RATE) -> None:
         super().__init__(options, learning_rate)
-        self._start = start
-        self._starts_moved = start.startswith(("pissa", "olora", "loftq"))
-        self._title = f"adapter lora: init_lora_weights {start}"
+        self._starts_moved = str(options.init_lora_weights).startswith(("pissa", "olora"))
+        self._title = f"adapter lora: init_lora_weights {options.init_lora_weights}"
 
     def check(self, options: EngineOptions) -> None:
-        """Raises: UserError for the compiler with a variant, with which it has not been tested, and for what a start
-        cannot be computed with."""
+        """Raises: UserError for the compiler with a variant, with which it has not been tested."""
         if self._starts_moved or getattr(self._options, "use_dora", False):
-            refuse_compiler(options, "lora with use_dora, pissa, olora or loftq")
-        if self._start == "loftq" and options.quantize == "none":
-            raise UserError(
-                f"{self._title}: corrects the error of quantised weights; add --quantize nf4, or leave it out"
-            )
-        if self._start == "eva" and options.zero_stage == 3:
-            raise UserError(f"{self._title}: got --zero-stage 3, expected 0, 1 or 2: its pass needs whole weights")
-        if self._start in ("eva", "loftq") and options.share_trunk:
-            raise UserError(
-                f"{self._title}: excludes --share-trunk, whose adapters have a start that needs no more than r"
-            )
+            refuse_compiler(options, "lora with use_dora, pissa or olora")
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)
@@ -112,14 +97,6 @@ class LoRA(PeftAdapter):
         for _, layer in tuner_layers(model):  # the layer at its start is not the layer before wrapping
             layer.update_layer(START, options.r, lora_alpha=options.lora_alpha, config=plain)
         self._keep_start(model)
-
-    def set_start(self, model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> None:
-        """Compute the start of EVA and LoftQ."""
-        if self._start == "eva":
-            _starts.set_eva(model, rows)
-        if self._start == "loftq":
-            _starts.set_loftq(model)
-            self._keep_start(model)
 
     def _keep_start(self, model: PreTrainedModel) -> None:
         """Copy the update into the frozen second adapter, which is the reference."""

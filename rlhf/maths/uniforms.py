@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ORDER, PICKS, RESPONSES, MINI_BATCHES, EVALUATION = range(1, 6)
-"""purposes, the first word of a seed: the order of rows in an epoch; rows to start an adapter from; responses of a
-rollout; the order of its rows in an update; responses of `rlhf evaluate`, `rlhf pairs` and `rlhf chat`"""
+ORDER, RESPONSES, MINI_BATCHES, EVALUATION = 1, 3, 4, 5
+"""purposes, the first word of a seed: the order of rows in an epoch; responses of a rollout; the order of its rows in
+an update; responses of `rlhf evaluate`, `rlhf pairs` and `rlhf chat`. With other numbers a seed means another run."""
 
 
 def stream(purpose: int, *key: int) -> np.random.Generator:

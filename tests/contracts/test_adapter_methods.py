@@ -2,14 +2,12 @@
 
 import contextlib
 import copy
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from peft.utils.incremental_pca import IncrementalPCA
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +36,6 @@ from tests.support.choice import marked_long
 pytestmark = pytest.mark.usefixtures("ranks")
 
 ROWS = tiny.sequences([9, 12, 7, 11], prompts=[3, 4, 1, 2])
-IDS = [ids[mask].tolist() for ids, mask in zip(ROWS.ids, ROWS.mask, strict=True)]
 PROMPTS = tiny.prompts([3, 5, 4])
 SPECS = {
     "lora": "lora,r=4",
@@ -47,7 +44,6 @@ SPECS = {
     "pissa": "lora,r=4,init_lora_weights=pissa",
     "olora": "lora,r=4,init_lora_weights=olora",
     "orthogonal": "lora,r=4,init_lora_weights=orthogonal",
-    "eva": "lora,r=4,init_lora_weights=eva",
     "oft": "oft,oft_block_size=8",
     "randlora": "randlora,r=4,randlora_alpha=8",
     "shira": "shira,r=2",
@@ -60,7 +56,7 @@ SPECS = {
 METHODS = sorted({*SPECS, *plugins.names("rlhf.adapters")})
 ROUNDED = {"pissa", "olora"}
 """methods that start at the model up to rounding: numbers that cancel are added and taken away"""
-WHOLE = {"loha", "eva"}
+WHOLE = {"loha"}
 """methods that need whole weights before training, and are refused under ZeRO-3"""
 
 QUICK = {"lora", "dora", "pissa", "boft", "ia3", "ln_tuning", "loha", "trainable_tokens"}
@@ -80,7 +76,7 @@ def start() -> Any:
 
 def wrapped(method: str, model: Any) -> Any:
     torch.manual_seed(0)  # of the adapter's first weights
-    return adapters.wrap(model, spec_of(method), IDS)
+    return adapters.wrap(model, spec_of(method))
 
 
 @torch.no_grad()
@@ -231,7 +227,7 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
 def test_the_compiler_is_for_lora_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.training.checks.require_possible", lambda *_: None)
     options = EngineOptions(adapter=spec_of(method), torch_compile=True)
-    if method in ("lora", "rslora", "orthogonal", "eva"):
+    if method in ("lora", "rslora", "orthogonal"):
         check_engine(options)
     else:
         with pytest.raises(UserError, match="torch-compile"):
@@ -278,37 +274,10 @@ def test_butterflies_are_not_silently_one_factor(monkeypatch: pytest.MonkeyPatch
         adapters.open_adapter("boft,boft_n_butterfly_factor=2")
 
 
-@pytest.mark.parametrize("start_of", ["corda", "lora_ga", "zeros"])
+@pytest.mark.parametrize("start_of", ["corda", "eva", "loftq", "lora_ga", "zeros"])
 def test_an_initialisation_that_is_not_offered_is_refused(start_of: str) -> None:
-    with pytest.raises(UserError, match="expected default, gaussian, orthogonal, eva, loftq, pissa"):
+    with pytest.raises(UserError, match="expected default, gaussian, orthogonal, pissa"):
         adapters.open_adapter(f"lora,init_lora_weights={start_of}")
-
-
-def test_eva_starts_at_the_principal_directions_of_the_inputs() -> None:
-    """The oracle is peft's PCA of the same inputs, in fp64 and from padded rows."""
-    plain, inputs = start(), dict[str, Tensor]()
-    model = wrapped("eva", copy.deepcopy(plain))
-    layers = tuner_layers(model)
-    for name, _ in layers:
-        keep = functools.partial(lambda name, _, arguments: inputs.update({name: arguments[0]}), name)
-        plain.get_submodule(name).register_forward_pre_hook(keep)
-    logits(plain)
-    assert len(layers) == 7
-    for name, layer in layers:
-        pca = IncrementalPCA(n_components=4).fit(inputs[name][ROWS.mask].double())
-        cosines = torch.linalg.vecdot(layer.lora_A["default"].weight.detach().double(), pca.components_)
-        assert greatest(cosines.abs() - 1) < tiny.ORDERS, name  # lengths and directions, up to the sign
-    with pytest.raises(UserError, match=r"init_lora_weights eva: got 4 inputs .* expected more than r = 4"):
-        adapters.wrap(start(), spec_of("eva"), [[5, 6], [7, 8]])
-
-
-def test_starts_that_an_option_excludes_are_refused_in_one_line() -> None:
-    for start_of, options, words in (
-        ("loftq", {}, "corrects the error of quantised weights; add --quantize nf4"),
-        ("eva", {"share_trunk": True}, "eva: excludes --share-trunk"),
-    ):
-        with pytest.raises(UserError, match=words):
-            check_engine(EngineOptions(adapter=f"lora,init_lora_weights={start_of}", **options))
 
 
 def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:

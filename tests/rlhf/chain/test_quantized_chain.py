@@ -16,8 +16,6 @@ from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 from tests.support import programs, stages_here
 
-LOFTQ = "lora,r=4,init_lora_weights=loftq"
-"""a start of its own, which is also the reference of step 3"""
 SMALL = [
     *("--data-path", "demo,rows=400", "--sft.num-train-epochs", "1", "--reward.num-train-epochs", "1"),
     *("--ppo.total-episodes", "16", "--ppo.batch-size", "16", "--ppo.eval-samples", "4", "--max-eval-rows", "8"),
@@ -36,7 +34,7 @@ def test_all_stages_train_adapters_over_quantised_weights(
     load_causal_lm("demo-llama", torch.float32, id_count(tokenizer)).save_pretrained(start)
     tokenizer.save_pretrained(start)
     models = ("--actor-model", str(start), "--reward-model", str(start))
-    options = ("--dtype", "fp32", "--quantize", "nf4", "--adapter", LOFTQ, "--output-dir", str(tmp_path / "run"))
+    options = ("--dtype", "fp32", "--quantize", "nf4", "--adapter", "lora,r=4", "--output-dir", str(tmp_path / "run"))
     code, out, err = train(*models, *options, *SMALL, "--ppo.reward-models.quantize", "fp4", "--ppo.kl-coef", "0.1")
     assert code == 0, err
     assert out.count("million weights in nf4") == 4 and out.count("million weights in fp4") == 1

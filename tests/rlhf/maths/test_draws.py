@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlhf.config.options import SamplingOptions
 from rlhf.generation import loop
-from rlhf.maths.uniforms import EVALUATION, MINI_BATCHES, ORDER, PICKS, RESPONSES, stream, torch_stream, uniforms
+from rlhf.maths.uniforms import EVALUATION, MINI_BATCHES, ORDER, RESPONSES, stream, torch_stream, uniforms
 from step3_ppo import stage
 from step3_ppo.rollout import prompts_and_uniforms
 from tests.support import tiny
@@ -74,7 +74,7 @@ def test_a_response_is_the_same_alone_and_beside_others() -> None:
 def test_streams_of_two_purposes_share_no_number() -> None:
     """numpy takes a key with zeros at its end for the key without them, so an epoch's order and a response of its first
     row would be the same numbers without the purpose."""
-    purposes = (ORDER, PICKS, RESPONSES, MINI_BATCHES, EVALUATION)
+    purposes = (ORDER, RESPONSES, MINI_BATCHES, EVALUATION)
     drawn = [stream(purpose, 7, *more).random(4) for purpose in purposes for more in ((), (1,), (1, 2))]
     assert len(np.unique(drawn)) == len(drawn) * 4
     torch_drawn = [torch.rand(4, generator=torch_stream(purpose, 7)) for purpose in purposes]
