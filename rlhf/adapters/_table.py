@@ -67,40 +67,8 @@ LAYERS: Mapping[str, Option] = {
     )
 }  # fmt: skip
 SCALE = "the update is scaled by alpha / r"
-FROM_ZERO = {"init_weights": True}
-"""The update starts at 0. peft's default is random, and the model would compute something else."""
 
 ROWS: Mapping[str, Method] = MappingProxyType({
-    # BOFT: weights times products of sparse orthogonal matrices (arXiv 2311.06243). Ten times the rate of OFT, whose
-    # blocks have 64 times as many weights: at 1e-4 accuracy 0.34.
-    "boft": Method(peft.BOFTConfig, 1e-3, {
-        **LAYERS,
-        "boft_block_size": Option(4, "rows of each orthogonal block; it must divide the inputs of every layer", ge=2),
-        "boft_n_butterfly_factor": Option(1, "number of sparse matrices that are multiplied; 1 = OFT with a "
-                                           "learned scale of each output. More need peft's CUDA extension", ge=1),
-    }, adapter=_layers.BOFT),
-    # C3A: updates of circulant blocks, computed by FFT (arXiv 2407.19342). Accuracy 0.49 with blocks of 64. The rate is
-    # large because the update is divided by the number of a layer's inputs.
-    "c3a": Method(peft.C3AConfig, 0.3, {
-        **LAYERS,
-        "block_size": Option(64, "rows and columns of a block; it must divide inputs and outputs of every layer. "
-                              "Larger blocks have fewer weights", ge=1),
-    }, FROM_ZERO),
-    # FourierFT: a few learned frequencies of each update's Fourier transform (arXiv 2405.03003). At 1e-4 accuracy 0.00
-    # with 1,000 frequencies and 0.10 with 5,000; the paper has rates of 1e-3 to 1e-1.
-    "fourierft": Method(peft.FourierFTConfig, 1e-2, {
-        **LAYERS,
-        "n_frequency": Option(1000, "learned frequencies of each layer, at most inputs * outputs", ge=1),
-        "scaling": Option(300.0, "factor of the update; 300 for Llama in the paper", gt=0),
-        "random_loc_seed": Option(777, "seed of the choice of frequencies, which is not saved"),
-    }, FROM_ZERO),
-    # HRA: weights times a chain of Householder reflections (arXiv 2405.17484). A reflection is of a vector's direction,
-    # so a step turns it by the rate over its length; docs/adapters.md has the measurement.
-    "hra": Method(peft.HRAConfig, 1e-3, {
-        **LAYERS,
-        "r": Option(8, "reflections of each layer; even, so that they cancel in pairs at the start", ge=2,
-                    multiple_of=2),
-    }, adapter=_layers.HRA),
     # (IA)^3: learned scales of keys, values and the inputs of feed-forward layers (arXiv 2205.05638). Accuracy 0.31 at
     # 1e-4, 0.40 at 1e-3, 0.46 at 5e-3; the paper has 3e-3. All scales start at 1.
     "ia3": Method(peft.IA3Config, 5e-3, {
@@ -140,12 +108,6 @@ ROWS: Mapping[str, Method] = MappingProxyType({
         "randlora_alpha": Option(640, "the update is scaled by randlora_alpha / r", ge=1),
         "projection_prng_key": Option(0, "seed of the random matrices"),
     }),
-    # SHiRA: a few weights of every matrix, chosen at random, are trained (arXiv 2406.13175). Accuracy 0.51.
-    "shira": Method(peft.ShiraConfig, 3e-4, {
-        **LAYERS,
-        "r": Option(32, "as many weights of a layer as LoRA of this rank has: r * (inputs + outputs)", ge=1),
-        "random_seed": Option(42, "seed of the choice, which is not saved"),
-    }, adapter=_layers.SHiRA),
     # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate is that of peft's
     # prompt tuning, which also trains rows of embeddings.
     "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {

@@ -171,9 +171,6 @@ def _fake_model(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _replace_tensors(model)
-    for layer in model.modules():
-        if hasattr(layer, "shira_weight"):
-            vars(layer)["get_delta_weight"] = functools.partial(_dense_update, layer)
     if checkpointing:
         _checkpoint(model)
     return model, mode
@@ -207,12 +204,6 @@ def _replace_tensors(model: nn.Module) -> None:
             setattr(module, name, replaced.setdefault(id(weight), fake))
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-
-
-def _dense_update(layer: Any, adapter: str) -> Tensor:
-    """In place of SHiRA's sparse update, which fake tensors cannot be: [outputs, inputs] without a storage."""
-    update: Tensor = layer.shira_weight[adapter].sum().expand(layer.out_features, layer.in_features)
-    return update
 
 
 def _gradient_hooks(model: nn.Module, live: _LiveBytes, peaks: dict[str, int]) -> Iterator[RemovableHandle]:
