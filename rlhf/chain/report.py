@@ -28,8 +28,6 @@ class ReportConfig(Config):
     """output directories of up to eight runs, which are drawn into the same figures"""
     output: str | None = None
     """the file to write; by default RUN/report.html, of several runs report.html in the current directory"""
-    price_per_hour: float | None = Field(None, ge=0)
-    """price of the machine for an hour; the report then has the cost of each stage"""
 
 
 def write(options: ReportConfig) -> Path:
@@ -41,7 +39,7 @@ def write(options: ReportConfig) -> Path:
 
     output = Path(options.output or (Path(options.runs[0]) / REPORT if len(options.runs) == 1 else REPORT))
     try:
-        write_report(options.runs, output, [*STAGES.values()], options.price_per_hour)
+        write_report(options.runs, output, [*STAGES.values()])
     except OSError as error:
         raise UserError(f"{output}: cannot be written ({error.strerror}); name another file with --output") from None
     except UserError:

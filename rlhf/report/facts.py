@@ -43,12 +43,10 @@ class DataAccount:
     shortened: int
 
 
-def stage_facts(stage: StageRecord, price_per_hour: float | None = None) -> list[Fact]:
+def stage_facts(stage: StageRecord) -> list[Fact]:
     """Time, hardware, models, data and main options of a stage."""
     manifest = stage.manifest or {}
     facts = [Fact("time", f"{duration(stage.seconds)}, {stage.steps:,} steps" + ("" if manifest else ", unfinished"))]
-    if price_per_hour is not None:
-        facts.append(Fact("cost", f"{price_per_hour * stage.seconds / 3600:.2f} at {price_per_hour:g} per hour"))
     peaks = [float(row["peak_memory_gb"]) for row in stage.values("peak_memory_gb")]
     if peaks:
         facts.append(Fact("peak memory", f"{size(1e9 * max(peaks))} of one process"))

@@ -74,20 +74,16 @@ class WarningRow:
     meaning: Meaning | None
 
 
-def write_report(
-    paths: Sequence[str], output: Path, declarations: Sequence[Declaration], price_per_hour: float | None = None
-) -> None:
+def write_report(paths: Sequence[str], output: Path, declarations: Sequence[Declaration]) -> None:
     """Write the report on the runs in `paths` to the file `output`.
 
-    declarations: of the stages, in their order. price_per_hour: of the machine, for the cost
+    declarations: of the stages, in their order
     Raises: UserError for a path without a run; OSError.
     """
-    page.write(output, render_report(read_runs(paths, declarations), declarations, price_per_hour))
+    page.write(output, render_report(read_runs(paths, declarations), declarations))
 
 
-def render_report(
-    runs: Sequence[RunRecord], declarations: Sequence[Declaration], price_per_hour: float | None = None
-) -> str:
+def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]) -> str:
     """The HTML of the report."""
     declared = [each for each in declarations if any(run.stage(each.name) for run in runs)]
     by_stage = {each.name: figures.stages_of(runs, each) for each in declared}
@@ -113,7 +109,7 @@ def render_report(
         warnings=warnings[:MOST_WARNINGS],
         warning_count=len(warnings),
         accounts=[(run.name, [facts.data_account(stage) for stage in run.stages]) for run in runs],
-        facts=[(run.name, [_stage_facts(stage, price_per_hour) for stage in run.stages]) for run in runs],
+        facts=[(run.name, [_stage_facts(stage) for stage in run.stages]) for run in runs],
         versions=facts.versions(runs),
     )
 
@@ -154,8 +150,8 @@ def _sample_figures(samples: SampleTable) -> list[Chart]:
     return charts
 
 
-def _stage_facts(stage: StageRecord, price_per_hour: float | None) -> tuple[str, list[facts.Fact], str]:
-    return stage.directory.name, facts.stage_facts(stage, price_per_hour), facts.all_options(stage)
+def _stage_facts(stage: StageRecord) -> tuple[str, list[facts.Fact], str]:
+    return stage.directory.name, facts.stage_facts(stage), facts.all_options(stage)
 
 
 def _warnings(runs: Sequence[RunRecord]) -> Iterable[WarningRow]:

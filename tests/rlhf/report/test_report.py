@@ -317,8 +317,8 @@ def test_every_metric_that_a_stage_declares_is_on_the_page_of_metrics() -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rlhf = programs.runner("rlhf", cli_main, monkeypatch, capsys)
     out = recorded_runs.run(tmp_path / "run")
-    assert rlhf("report", str(out), "--price-per-hour", "3600") == (0, f"{out}/report.html\n", "")
-    assert "at 3600 per hour" in (out / "report.html").read_text(encoding="utf-8")
+    assert rlhf("report", str(out)) == (0, f"{out}/report.html\n", "")
+    assert (out / "report.html").is_file()
     assert rlhf("report")[::2] == (
         2,
         "error: rlhf report: no run is named; expected the --output-dir of one or more runs\n",
@@ -332,7 +332,7 @@ def test_the_commands_of_the_page_are_accepted() -> None:
     commands = [
         line.split() for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()
     ]
-    assert len(commands) == 4
+    assert len(commands) == 3
     for _, verb, *options in commands:
         config = {"report": report.ReportConfig, "verify": VerifyConfig}[verb]
         parser.parse(config, options, verb, "")
