@@ -65,7 +65,7 @@ class RunOptions(Config):
     machine; slower. A CPU does so without it"""
     report_to: Annotated[tuple[str, ...], AfterValidator(_without_none)] = ()
     """trackers in addition to metrics.jsonl: none, tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml,
-    dvclive, aim (wandb,project=NAME with its options), or a Python file of yours"""
+    aim (wandb,project=NAME with its options), or a Python file of yours"""
     sample_rows: int = Field(4, ge=0)
     """number of held-out prompts whose responses are printed at the end, and sent to the trackers"""
     overwrite: bool = False

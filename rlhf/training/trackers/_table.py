@@ -9,7 +9,6 @@ import importlib.util
 import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -142,37 +141,6 @@ class Comet(Service):
         self.service.tracker.log_table(f"{name}-{step:08d}.csv", tabular_data=_lists(rows), headers=[*columns])
 
 
-class DVCLive(Service):
-    """Files in OUT/STAGE/dvclive. It has numbers only; warnings and samples are in the files of the stage."""
-
-    Config = NoOptions
-    package = "dvclive"
-
-    @classmethod
-    def build(cls, config: Options) -> Self:
-        """Raises: UserError in a git repository without DVC, where the library would run `dvc init` (dvclive 3.49)."""
-        tracker = super().build(config)
-        folders = (Path.cwd(), *Path.cwd().parents)
-        repository = next((folder for folder in folders if (folder / ".git").exists()), None)
-        if repository is not None and not any((folder / ".dvc").is_dir() for folder in folders):
-            raise UserError(
-                f"dvclive would make a DVC repository of {repository}; run `dvc init` there if you want one, or name "
-                "another tracker"
-            )
-        return tracker
-
-    def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
-        # No commit into the user's git repository, and no dvc.yaml beside it.
-        directory, resume = str(run.directory / "dvclive"), run.run_id is not None
-        return tracking.DVCLiveTracker(dir=directory, resume=resume, save_dvc_exp=False, dvcyaml=None)
-
-    def run_id(self) -> str:
-        return "dvclive"
-
-    def log_text(self, name: str, text: str, step: int) -> None:
-        """Nothing is sent, nor of a table."""
-
-
 class MLflow(Service):
     """Texts and tables are artifacts."""
 
@@ -276,7 +244,7 @@ class WandB(Service):
         self.service.log_table(name, columns=[*columns], data=_lists(rows), step=step)
 
 
-SERVICES = (Aim, ClearML, Comet, DVCLive, MLflow, SwanLab, TensorBoard, Trackio, WandB)
+SERVICES = (Aim, ClearML, Comet, MLflow, SwanLab, TensorBoard, Trackio, WandB)
 ROWS: Mapping[str, type[Service]] = MappingProxyType({service.package: service for service in SERVICES})
 
 
