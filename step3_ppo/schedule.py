@@ -56,7 +56,7 @@ class Schedule:
             self._tolerance.reset()
             return False
         rows = sorted({iteration.indices[row] for rows in problems.values() for row in rows})
-        self._tolerance.skip(f"iteration {iteration.number + 1}", list(problems), rows, rollout)
+        self._tolerance.skip(f"iteration {iteration.number + 1}", list(problems), rows)
         return True
 
     def state_dict(self) -> Tree:

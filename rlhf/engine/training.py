@@ -181,7 +181,6 @@ class Engine(Generic[M]):
             f"{self._title} step {self._steps}".strip(),
             nonfinite or [f"grad_norm is {norm}"],
             [row for micro_rows in suspects for row in micro_rows],
-            micros,
         )
         return {"learning_rate": rate, "skipped": 1.0}
 

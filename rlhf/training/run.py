@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import console, errors
@@ -19,7 +18,7 @@ from rlhf.config import Tree, parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
-from rlhf.engine.nonfinite import NonFiniteError, is_skipped, save_batch
+from rlhf.engine.nonfinite import NonFiniteError, is_skipped
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.launch.supervisor import NON_FINITE
@@ -46,8 +45,6 @@ from rlhf.types import Metrics
 
 EXPORTS = "exports"
 """The folder of a stage with the models of `--export-every`."""
-BAD_BATCH = "bad_batch"
-"""The folder of a stage with the non-finite batch that ended the run."""
 
 
 class Monitor(Protocol):
@@ -100,7 +97,6 @@ class Run:
         self.recorder = record.Recorder(self.directory, self.done, reporter)
         self._ending, self.holding = Ending(), contextlib.ExitStack()
         self.manifest: Tree = {}  # what is known before the end
-        self.tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
     def done(self) -> int:
@@ -112,7 +108,6 @@ class Run:
 
         Raises: UserError if the ranks do not have the same rows.
         """
-        self.tokenizer = tokenizer
         self.manifest |= {
             "template": describe_template(tokenizer),
             "data": {s["data_path"]: s["fingerprint"] for s in data.report["sources"]}
@@ -288,7 +283,6 @@ class Run:
                     disk.write_json(self.directory / "state.json", state)
                 for folder in {*self._declaration.models} - {*self.models}:  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
-                shutil.rmtree(self.directory / BAD_BATCH, ignore_errors=True)
                 logs.sync(self.directory, self._logs)
                 self._write_manifest(metrics)
                 checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
@@ -357,8 +351,8 @@ def open_run(
     """The run of one stage in its process group, with seeded random generators and a locked directory.
 
     status: of the stage; inputs: paths of the models it starts from, by option
-    Too many non-finite steps in a row end the process with code 3 and one line, and save the batch. A lack of memory
-    ends it with code 1, and one line names options that need less.
+    Too many non-finite steps in a row end the process with code 3 and one line. A lack of memory ends it with code 1,
+    and one line names options that need less.
     Raises: UserError if another process runs the stage there.
     """
     stage, replace = declaration.name, options.overwrite or status == "extended"
@@ -370,16 +364,8 @@ def open_run(
             yield run
             run.leave_after_signal()
         except NonFiniteError as error:
-            note = ""
-            if error.batch is not None:
-                note = f"; the batch is in {run.directory / BAD_BATCH}"
-                try:
-                    save_batch(run.directory / BAD_BATCH, error, run.tokenizer)
-                except (OSError, SafetensorError) as write_error:
-                    note = f"; the batch could not be written ({write_error})"
-                collectives.barrier()
             run.recorder.close()  # a rank of several ends at once in give_up
-            stage_process.give_up(f"error: {stage}: {error}{note}", NON_FINITE)
+            stage_process.give_up(f"error: {stage}: {error}", NON_FINITE)
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
                 raise

@@ -9,21 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from rlhf import errors
 from rlhf.chain import command as train
-from rlhf.chain.stages import STAGES
-from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
-from rlhf.launch.supervisor import NON_FINITE
 from rlhf.storage import disk
 from rlhf.training import record
-from rlhf.training.run import Run, open_run
+from rlhf.training.run import Run
 from tests.support import programs, saving
-from tests.support.killing import Killed, run, sft_options
+from tests.support.killing import run, sft_options
 
 SAVE = Run.save
 
@@ -63,26 +58,6 @@ def test_an_export_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatc
     with pytest.raises(UserError, match=r"exports/step-00000001: cannot be written \(.*\); free space there"):
         run(sft_options(max_train_rows=16, export_every=1))
     assert not [*Path("out/step1_sft/exports").glob("step-*")]
-
-
-def test_a_bad_batch_that_cannot_be_written_keeps_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After another code than NON_FINITE, --max-restarts starts the stage again."""
-
-    def refuse(*_: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    def end(message: str, code: int) -> None:
-        raise Killed(code, message)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rlhf.training.run.save_batch", refuse)
-    monkeypatch.setattr("rlhf.training.stage_process.give_up", end)
-    written = pytest.raises(Killed, match=r"the batch could not be written .*No space left")
-    with written as caught, open_run(STAGES[1], sft_options(), "new", {}):
-        raise NonFiniteError("loss is nan", {"x": torch.zeros(1)})
-    assert caught.value.args[0] == NON_FINITE
 
 
 def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
