@@ -4,7 +4,6 @@
 prompt, `good` the demonstration and the chosen side, `bad` the rejected one.
 """
 
-import html
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -93,13 +92,6 @@ def helpsteer3(question: str, good: str, bad: str) -> list[Record]:
     context = [{"role": "user", "content": question}]
     record = {"context": context, "response1": good, "response2": bad, "overall_preference": -2}
     return [{"domain": "general", "language": "english", **record, "individual_preference": []}]
-
-
-def stack_exchange(question: str, good: str, bad: str) -> list[Record]:
-    answers = [{"text": f"<p>{html.escape(text)}</p>\n", "pm_score": score} for text, score in ((bad, 0), (good, 3))]
-    extra = {"author": "somebody", "selected": False}
-    answers = [{"answer_id": i, **extra, **answer} for i, answer in enumerate(answers)]
-    return [{"qid": 1, "question": f"<p>{html.escape(question)}</p>", "answers": answers, "date": "2020/01/01"}]
 
 
 def safe_rlhf(question: str, good: str, bad: str) -> list[Record]:
@@ -225,7 +217,6 @@ EXAMPLES = {
     "safe_rlhf": Example(safe_rlhf, free=("safer_response_id", "is_response_0_safe", "is_response_1_safe")),
     "sharegpt_vicuna": Example(sharegpt_vicuna, phases=NO_PAIRS, nulls=SHAREGPT_NULLS),
     "shp": Example(shp, free=("post_id", "domain", "score_A", "score_B")),
-    "stack_exchange": Example(stack_exchange, free=("qid", "answer_id", "author", "selected", "date")),
     "stack_exchange_paired": Example(plain_pair("question", "response_j", "response_k")),
     "synthetic_instruct": Example(plain_pair("prompt", "chosen", "rejected")),
     "ultrafeedback": Example(ultrafeedback, free=("prompt", "prompt_id", "messages")),
@@ -241,7 +232,6 @@ FIXTURES: dict[str, tuple[str, tuple[Phase, ...]]] = {
     "Dahoas__rm-static": ("rm_static", PHASES),
     "Dahoas__synthetic-instruct-gptj-pairwise": ("synthetic_instruct", PHASES),
     "Hello-SimpleAI__HC3-Chinese": ("hc3_chinese", NO_PAIRS),
-    "HuggingFaceH4__stack-exchange-preferences": ("stack_exchange", PHASES),
     "HuggingFaceH4__ultrafeedback_binarized": ("ultrafeedback", PHASES),
     "OpenAssistant__oasst1": ("oasst1", PHASES),
     "PKU-Alignment__PKU-SafeRLHF": ("safe_rlhf", PHASES),

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from data.read.records import Phase, Skipped, Unusable
-from data.read.table import Ranked
-from data.sources import _table, helpsteer, stack_exchange
+from data.sources import _table, helpsteer
 from rlhf.errors import UserError
 from rlhf.plugins import build
 from rlhf.types import Message, Row
@@ -201,38 +200,6 @@ def test_helpsteer3_preference(tmp_path: Path, preference: int, expected: object
     result = rows(tmp_path, "helpsteer3", "reward", record)
     assert pairs(result) == [expected]
     assert isinstance(result[0], Skipped) or result[0].prompt == say("a", "b", "c")
-
-
-def test_stack_exchange_takes_answers_evenly_over_the_ranking(tmp_path: Path) -> None:
-    answers = [{"text": f"<p>{score}</p>", "pm_score": score} for score in (2, 5, 1, 4, 3)]
-    record = {"question": "<p>q</p>", "answers": answers, "qid": 7}
-    result = stack_exchange.parse(record, "f:1", 3)
-    assert result == Ranked(say("q"), (("5", 5.0), ("3", 3.0), ("1", 1.0)), "q", {"qid": 7})
-    assert len(rows(tmp_path, "stack_exchange", "reward", record)) == 10
-    tied = {**record, "answers": [{"text": text, "pm_score": 0} for text in "ab"]}
-    assert pairs(rows(tmp_path, "stack_exchange", "reward", tied, {**record, "answers": []})) == ["tie", "no answers"]
-
-
-@pytest.mark.parametrize(
-    ("source", "plain"),
-    [
-        ("<p>One <b>bold</b>\nword</p>\n\n<p>a &lt; b &amp;amp; c</p>", "One bold word\n\na < b &amp; c"),
-        ("<p>Use <code>f(x)</code>:</p><pre><code>if x:\n\n\n    y &lt; 1\n</code></pre>", None),
-        ("<ul>\n<li>one</li>\n<li><p>two</p></li>\n</ul>tail", "- one\n\n- two\n\ntail"),
-        ("<p>first<br>second<br/> third</p>", "first\nsecond\nthird"),
-        ("plain  text &amp; two\n lines", "plain  text & two\n lines"),
-        ("<p>open <pre>code", "open\n\n```\ncode\n```"),
-        ('<p><a href="https://x.y">a link</a> and <img src="z"></p>', "a link and"),
-    ],
-)
-def test_html_to_text(source: str, plain: str | None) -> None:
-    assert stack_exchange.html_to_text(source) == (plain or "Use `f(x)`:\n\n```\nif x:\n\n\n    y < 1\n```")
-
-
-def test_html_that_the_parser_refuses() -> None:
-    with pytest.raises(UserError, match=r"f:1: question: got HTML that cannot be read") as error:
-        stack_exchange.parse({"question": "<p> <![foo bar", "answers": []}, "f:1", 10)
-    assert "\n" not in str(error.value)
 
 
 # --- several languages
