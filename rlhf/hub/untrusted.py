@@ -1,17 +1,14 @@
 """Untrusted model directories: what is refused before it is loaded, and which file causes a loading error."""
 
-import contextlib
-import functools
 import json
 import pickle
 import re
-import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -27,14 +24,6 @@ LOAD_ERRORS = (
 """The exceptions of the libraries for files that are damaged, of a wrong kind, or malicious."""
 
 TOKENIZER = "tokenizer.json"
-MAX_IDS = 1 << 24
-"""the library fills the gaps between ids one by one; the largest known vocabularies have 2^18 ids"""
-PROBE_TEXT = " ".join(char * 50 for char in string.printable[:94])
-"""a text on which exponential regular expressions and replacements take too much time or memory"""
-
-MAX_COUNTS = {"num_hidden_layers": 10_000, "n_layer": 10_000, "num_layers": 10_000, "num_labels": 1_000_000}
-"""counts of a config.json that transformers builds one by one; the deepest models have hundreds of layers"""
-
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -58,10 +47,7 @@ def refuse_model(path: str) -> None:
     folder = Path(path)
     if (folder / ADAPTER).is_file() and not is_adapter(folder):
         raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
-    config = read_mappings(f"model '{path}'", folder, MODEL_FILES).get("config.json", {})
-    for count, maximum in MAX_COUNTS.items():
-        if isinstance(config.get(count), int) and config[count] > maximum:
-            raise UserError(f"model '{path}': config.json: {count}: got {config[count]}, expected at most {maximum}")
+    read_mappings(f"model '{path}'", folder, MODEL_FILES)
     for index in sorted(folder.glob("*.index.json")):
         shards = read_mappings(f"model '{path}'", folder, [index.name])[index.name].get("weight_map")
         for name in shards.values() if isinstance(shards, dict) else [shards]:
@@ -138,7 +124,7 @@ def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, Tr
             continue
         try:
             mappings[name] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:100]
             raise UserError(f"{what}: cannot be loaded: {name} is not a valid JSON file ({reason})") from None
         if not isinstance(mappings[name], dict):
@@ -203,48 +189,6 @@ def _first_unreadable(folder: Path) -> str:
         except LOAD_ERRORS:
             return file.name
     return ""
-
-
-def refuse_tokenizer(path: str) -> None:
-    """Test a fast tokenizer, in a directory or on the hub.
-
-    Raises: UserError if tokenizer.json has too large ids, or fails on PROBE_TEXT.
-    """
-    file = Path(path) / TOKENIZER
-    try:
-        file = file if Path(path).is_dir() else Path(hf_hub_download(path, TOKENIZER))
-        status = file.stat()
-    except LOAD_ERRORS:  # the file is optional; a missing model is reported when the tokenizer is loaded
-        return
-    _refuse_tokenizer_file(file, f"{path}: {TOKENIZER}", status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _refuse_tokenizer_file(file: Path, what: str, size: int, changed: int) -> None:
-    """Cached, so that each version of a file is tested once per process."""
-    try:
-        with PlainErrors():
-            tokenizer = Tokenizer.from_file(str(file))
-    except ValueError:
-        return  # reported when the tokenizer is loaded
-    text, last = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1], default=("", 0))
-    if last >= MAX_IDS:
-        raise UserError(f"{what}: got id {last} for {text[:40]!r}, expected ids below {MAX_IDS}")
-    with fails_as_user_error(what):
-        tokenizer.decode(tokenizer.encode(PROBE_TEXT).ids)
-
-
-@contextlib.contextmanager
-def fails_as_user_error(what: str) -> Iterator[None]:
-    """Turn an error of the tokenizers library on a text into a UserError that names `what`, the tokenizer."""
-    try:
-        with PlainErrors():
-            yield
-    except UserError:
-        raise
-    except ValueError as error:
-        message = " ".join(str(error).split())[:200]
-        raise UserError(f"{what}: fails on a text ({message}); is its pre_tokenizer or normalizer at fault?") from None
 
 
 class PlainErrors:

@@ -10,7 +10,6 @@ from typing import Any
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
-from rlhf.hub.untrusted import fails_as_user_error
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -122,8 +121,7 @@ class Encoder:
         backend.no_truncation()
         backend.no_padding()
         try:
-            with fails_as_user_error("the tokenizer"):
-                yield backend
+            yield backend
         finally:
             backend.encode_special_tokens, backend.post_processor = encode_special_tokens, post_processor
             if truncation is not None:

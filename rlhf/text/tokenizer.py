@@ -16,7 +16,6 @@ from rlhf.hub.untrusted import (
     TOKENIZER_FILES,
     PlainErrors,
     read_mappings,
-    refuse_tokenizer,
     tokenizer_reason,
     with_file,
 )
@@ -52,7 +51,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"{hint}"
         )
     read_mappings(path, Path(path), TOKENIZER_FILES)
-    refuse_tokenizer(path)
     try:
         with PlainErrors():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

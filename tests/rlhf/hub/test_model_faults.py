@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Regex, pre_tokenizers
 
 from rlhf.errors import UserError
 from rlhf.models.load import load_causal_lm
 from rlhf.plan.sizes import size
-from rlhf.text.dialogues import Template
-from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.text.tokenizer import load_tokenizer
 from rlhf.training.checks import check_start
 from tests.support import payloads, tiny
-from tests.support.texts import byte_tokenizer
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ def test_files_that_make_no_model_are_named(model_path: Path, name: str, content
     assert message.startswith(f"model '{model_path}': cannot be loaded: ") and name in message
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", "\xff", "[" * 100_000])
+@pytest.mark.parametrize("content", ["{", "[]", "null", "\xff"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
 def test_a_malformed_config_is_one_line(model_path: Path, name: str, content: str) -> None:
     (model_path / name).write_bytes(content.encode("latin-1"))
@@ -78,8 +75,6 @@ def test_a_malformed_config_is_one_line(model_path: Path, name: str, content: st
         {"attn_implementation": "nonsense"},
         {"rope_scaling": {"rope_type": "evil"}},
         {"hidden_act": "os.system"},
-        {"num_hidden_layers": 10**9},
-        {"num_labels": 10**9},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -110,32 +105,6 @@ def test_a_tokenizer_that_makes_no_sense_is_one_line(model_path: Path, change: d
     assert f"{model_path}: no tokenizer can be loaded from it: tokenizer.json: " in refusal(
         lambda: load_tokenizer(str(model_path))
     )
-
-
-A_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": {"<unk>": 3, "</s>": 2**31 + 5}}},
-         "got id 2147483653 for '</s>', expected ids below 16777216"),
-        ({"pre_tokenizer": {**A_SPLIT, "pattern": {"Regex": "(x+x+)+y"}}}, "fails on a text (Onig: Regex search error"),
-    ],
-    ids=["an id", "a regular expression"],
-)  # fmt: skip
-def test_a_tokenizer_that_explodes_is_one_line(model_path: Path, change: dict[str, Any], reason: str) -> None:
-    path = model_path / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    message = refusal(lambda: load_tokenizer(str(model_path)))
-    assert message.startswith(f"{model_path}: tokenizer.json: {reason}")
-
-
-def test_a_panic_of_the_tokenizer_over_a_row_is_one_line() -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
-    encode = Template(prepare_tokenizer(tokenizer, "plain")).response_ids
-    assert refusal(lambda: encode("x" * 50)).startswith("the tokenizer: fails on a text (Onig: Regex search error")
 
 
 def test_padding_beyond_the_embedding_is_one_line(model_path: Path) -> None:
