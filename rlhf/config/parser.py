@@ -16,7 +16,7 @@ from rlhf.config.mistakes import Mistake, foreign_or_similar_key, mistakes_in
 from rlhf.config.record import Config, Tree
 from rlhf.config.secrets import refuse_secrets
 from rlhf.config.short_help import full_help
-from rlhf.config.yaml_files import is_utf8, read_yaml
+from rlhf.config.yaml_files import read_yaml
 from rlhf.errors import UserError
 
 C = TypeVar("C", bound=Config)
@@ -126,8 +126,10 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises: UserError if no file follows, or a word is not valid UTF-8, in which options are written to files.
     """
     for word in argv:
-        if not is_utf8(word):
-            raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8")
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8") from None
     files: list[str] = []
     arguments: list[str] = []
     in_files = False

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -143,16 +142,8 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
         ("inner: {}\ninner: {}", [":2:", "key 'inner' comes twice"]),
         ("inner:\n  kl-coef: 1\n  kl_coef: 2", [":3:", "key 'kl_coef' comes twice"]),
         ("inner:\n  steps: 1\n steps: 2", [":3:", "not valid YAML"]),
-        ('name: "a\\0b"', [":1:", "not valid YAML", "got 'a\\x00b', expected text that a file or a path can have"]),
-        ('name: "\\ud800"', [":1:", "not valid YAML", "got '\\ud800', expected text that"]),
         ("name: a\0b", ["not valid YAML", "special characters"]),
-        ("inner: " + "[" * 5000, ["not valid YAML", "nested too deeply"]),
         ("inner: 2020-13-45", ["not valid YAML", "month must be in 1..12"]),
-        ("a: &a [*a]", [":1:", "not valid YAML", "more than 100000 values"]),
-        (
-            "a: &a [0, 0]\n" + "".join(f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in pairwise("abcdefgh")),
-            [":1:", "not valid YAML", "with its aliases expanded it has more than 100000 values"],
-        ),
         ("name: !!python/object/apply:os.getcwd []", [":1:", "not valid YAML", "python/object"]),
     ],
 )
