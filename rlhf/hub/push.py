@@ -1,4 +1,8 @@
-"""`rlhf push DIR OWNER/NAME`: upload a saved model to the hub. Nothing else uploads, beside `--push-to-hub`."""
+"""`rlhf push DIR OWNER/NAME`: upload a saved model to the hub. Nothing else uploads, beside `--push-to-hub`.
+
+`hf upload DIR --private` publishes samples of prompts beside the model, and writes to a public repository without a
+word (huggingface_hub 2.4).
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
