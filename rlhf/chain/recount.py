@@ -44,7 +44,7 @@ from rlhf.evaluation.results_table import distinct
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
 from rlhf.maths.preferences import in_order
-from rlhf.models.load import explain_load_errors, load_config
+from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
 from rlhf.report.records import StageRecord, read_stage
 from rlhf.rewards import split_weight
@@ -141,7 +141,10 @@ def load_plainly(auto: Any, path: str, **options: object) -> PreTrainedModel:
             import peft  # it takes more than a second
 
             auto = getattr(peft, auto.__name__.replace("Auto", "AutoPeft"))
-        return auto.from_pretrained(path, trust_remote_code=False, **options)
+            return auto.from_pretrained(path, trust_remote_code=False, **options)
+        model, info = auto.from_pretrained(path, trust_remote_code=False, output_loading_info=True, **options)
+    refuse_mismatch(path, info)
+    return model
 
 
 class Recount:

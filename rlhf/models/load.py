@@ -284,7 +284,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
             model, info = auto.from_pretrained(source, **report, **device_map, **options)
             refuse_adapter(path, model)
             refuse_whole_numbers(source, model)
-        _refuse_mismatch(path, info, HEADS if auto is AutoModel else None)
+        refuse_mismatch(path, info, HEADS if auto is AutoModel else None)
         if quantize != "none":
             quantized.complete(model, path, quantize)
         if shards is not None:
@@ -309,7 +309,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
     return model
 
 
-def _refuse_mismatch(path: str, info: Tree, ignored: re.Pattern[str] | None) -> None:
+def refuse_mismatch(path: str, info: Tree, ignored: re.Pattern[str] | None = None) -> None:
     """Raises: UserError if the weights are not exactly those of the architecture, `ignored` names apart."""
     unexpected = [name for name in info["unexpected_keys"] if ignored is None or not ignored.match(name)]
     mismatches = {"missing": sorted(info["missing_keys"]), "unexpected": sorted(unexpected)}

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rlhf.chain import recount, verify
 from rlhf.chain.recount import Claim
@@ -86,6 +88,17 @@ def test_a_path_without_a_finished_stage_is_refused(tmp_path: Path) -> None:
             verify.main([str(path)])
     with pytest.raises(UserError, match="no run is named"):
         verify.main([])
+
+
+def test_a_saved_model_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    """transformers fills it with random numbers, and only warns."""
+    tiny.causal_lm("llama").save_pretrained(tmp_path)
+    assert recount.load_plainly(AutoModelForCausalLM, str(tmp_path)) is not None
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"1 weights are missing \(model\.norm\.weight\)"):
+        recount.load_plainly(AutoModelForCausalLM, str(tmp_path))
 
 
 def train(out: Path, *words: str) -> None:
