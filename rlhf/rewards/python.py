@@ -99,7 +99,7 @@ def _call(spec: str, function: Function, samples: Samples, columns: Mapping[str,
     response = "" if row is None else f", response {samples.responses[row][:80]!r}"
     raise UserError(
         f"reward '{spec}': {plugins.error_location(caught.error)}, {cause}{response}; correct the function and run the "
-        "same command again, from a checkpoint with --allow-config-change"
+        "same command again (with --allow-config-change to go on from a checkpoint)"
     ) from caught.error
 
 
