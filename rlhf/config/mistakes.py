@@ -12,6 +12,8 @@ from rlhf.config.record import Config, Tree, option_names, record_in
 from rlhf.errors import UserError
 
 C = TypeVar("C", bound=Config)
+LISTED = 20
+"""known names, at most, that a message lists"""
 
 
 class Mistake(NamedTuple):
@@ -77,7 +79,7 @@ def refused(cls: type[Config], values: Tree) -> set[str]:
 def similar_key(cls: type[Config], path: list[str]) -> str:
     """The cure for an unknown key of a plug-in."""
     names = sorted(_record_at(cls, path[:-1]).model_fields)
-    have = f"; have {', '.join(names) or 'none'}"
+    have = f"; have {', '.join(names) or 'none'}" if len(names) <= LISTED else "; see --help"
     options = (option.replace("-", "_") for option in option_names(cls))
     same = sorted((o for o in options if o.rpartition(".")[2] == path[-1]), key=lambda option: option.count("."))
     elsewhere = " or ".join(f"'{option}'" for option in same[:4])
