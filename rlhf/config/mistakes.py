@@ -12,7 +12,7 @@ from rlhf.config.record import Config, Tree, option_names, record_in
 from rlhf.errors import UserError
 
 C = TypeVar("C", bound=Config)
-LISTED = 20
+LISTED = 40
 """known names, at most, that a message lists"""
 
 

@@ -122,7 +122,10 @@ def backbone(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrai
 def _filled(auto: Any, family: str, std: float, **changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = auto.from_config(config_of(family, **changes)).eval()
+        config = config_of(family, **changes)
+        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+        # transformers below 5.24 chooses an attention for Gemma 2 that has no cap
+        model = auto.from_config(config, **({"attn_implementation": "eager"} if capped else {})).eval()
         for weight in model.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, 0.0, std)

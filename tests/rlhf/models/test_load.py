@@ -274,6 +274,20 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
         assert torch.allclose(got[:, prompts.ids.shape[1] :], rollout.sampled_logprobs, atol=1e-5)
 
 
+def test_the_cap_of_attention_counts(tmp_path: Path) -> None:
+    """transformers 5.17 to 5.23 choose an attention for Gemma 2 that ignores it, without a word."""
+    tiny.causal_lm("gemma2", std=0.5, attn_logit_softcapping=0.1).save_pretrained(tmp_path)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB)(input_ids=ids).logits
+        capped, free = (
+            AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", attn_logit_softcapping=cap)(ids)
+            for cap in (0.1, None)
+        )
+    torch.testing.assert_close(logits, capped.logits, rtol=0, atol=1e-4)
+    assert (capped.logits - free.logits).abs().max() > 0.01
+
+
 def test_a_cap_on_the_logits_hides_rows_without_a_token_too(tmp_path: Path) -> None:
     """Gemma 2 ends with cap * tanh(logits / cap), which is -cap for a row that its head hides."""
     plain = tiny.causal_lm("gemma2", final_logit_softcapping=0.5)
