@@ -58,11 +58,11 @@ def test_a_cell_with_messages_is_the_list_that_it_says(tmp_path: Path) -> None:
     """As json.dumps writes it; as pandas writes a list, it would be learned as text with brackets and roles."""
     messages = [{"role": "user", "content": 'say "é"'}, {"role": "assistant", "content": "é, [{no}]"}]
     rows = [{"a": json.dumps(messages), "b": "[{1}]"}, {"a": str(messages), "b": ""}, {"a": '[{"role": NaN}]', "b": ""}]
-    first, *others = [record for _, record in read_records(write(tmp_path / "x.csv", rows))]
-    assert first == {"a": messages, "b": "[{1}]"}
-    for record in others:
+    parsed, *refused = [record for _, record in read_records(write(tmp_path / "x.csv", rows))]
+    assert parsed == {"a": messages, "b": "[{1}]"}
+    for record in refused:
         assert isinstance(record, Skipped) and record.bad and "a list of messages that is no JSON" in record.reason
-    assert f"{tmp_path}/x.csv:3: a: got" in others[0].reason and "json.dumps" in others[0].reason
+    assert f"{tmp_path}/x.csv:3: a: got" in refused[0].reason and "json.dumps" in refused[0].reason
 
 
 def test_locations_of_rows(tmp_path: Path) -> None:
