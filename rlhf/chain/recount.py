@@ -46,6 +46,7 @@ from rlhf.hub.untrusted import is_adapter
 from rlhf.maths.preferences import in_order
 from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
+from rlhf.models.traits import attention_options
 from rlhf.report.records import StageRecord, read_stage
 from rlhf.rewards import split_weight
 from rlhf.storage import manifests
@@ -168,12 +169,12 @@ class Recount:
     def model(self, path: str, classifier: bool = False) -> tuple[PreTrainedModel, float]:
         """A language model, or a classifier with one label, in fp32; and s / scale in the dtype of the run."""
         gc.collect()  # the model before this one
-        options = {"num_labels": 1} if classifier else {}
+        saved: Any = load_config(path)  # in the dtype that the run chose
+        options = attention_options(saved) | ({"num_labels": 1} if classifier else {})
         auto = AutoModelForSequenceClassification if classifier else AutoModelForCausalLM
         model = load_plainly(auto, path, dtype=torch.float32, **options)
         if classifier:  # it is read at the last id, also where a policy has sampled the id of padding
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
-        saved: Any = load_config(path)  # in the dtype that the run chose
         dtype = BY_NAME.get(self.config["dtype"]) or saved.dtype or torch.float32
         text, eps = saved.get_text_config(), torch.finfo(dtype).eps
         sums = PRODUCTS * text.hidden_size if eps == EPS else 0

@@ -30,7 +30,7 @@ from rlhf.hub.untrusted import (
     with_file,
 )
 from rlhf.models import adapter_files, ends, new_rows, packing, quantized
-from rlhf.models.traits import class_of, has_attention, has_key_value_cache
+from rlhf.models.traits import attention_options, class_of, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
@@ -100,12 +100,6 @@ def _refuse_foreign_kernels(config: PreTrainedConfig, path: str) -> None:
             raise UserError(
                 f"model '{path}': its config.json requests code from the hub ({name} {value}); remove that key"
             )
-
-
-def _attention(config: PreTrainedConfig) -> dict[str, str]:
-    """The option for a model whose attention has a cap (Gemma 2): transformers below 5.24 chooses one without it."""
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if capped else {}
 
 
 @contextlib.contextmanager
@@ -276,13 +270,13 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
         shards = None
         with torch.random.fork_rng():
             torch.manual_seed(loading.seed)
-            model = auto.from_config(config, **_attention(config)).to(dtype)
+            model = auto.from_config(config, **attention_options(config)).to(dtype)
     else:
         # Loading into shards does not report missing or misshapen weights, so a model without storage is loaded first.
         device_map: dict[str, object] = {} if shards is None else {"device_map": {"": "meta"}}
         device_map |= quantized.load_options(quantize, dtype, collectives.local_device())
         options = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
-        options |= _attention(config)
+        options |= attention_options(config)
         report = {
             "output_loading_info": True,
             "ignore_mismatched_sizes": True,

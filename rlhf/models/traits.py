@@ -51,3 +51,10 @@ def attends_to_all(config: PretrainedConfig) -> bool:
     """Whether every layer attends to all tokens: no sliding window, no recurrent state."""
     windowed = getattr(config, "window_size", None) is not None  # GPT-Neo: its cache has all tokens
     return not windowed and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+
+
+def attention_options(config: PretrainedConfig) -> dict[str, str]:
+    """The option that loads a model whose attention has a cap on its logits (Gemma 2) with one that keeps it:
+    transformers below 5.24 chooses another."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}

@@ -17,6 +17,7 @@ from rlhf.config.options import ModelPath
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length, explain_load_errors, load_config, refuse_non_finite
+from rlhf.models.traits import attention_options
 from rlhf.rewards import Context, Source
 from rlhf.types import Samples, length_groups
 
@@ -80,10 +81,11 @@ def load(path: str, context: Context) -> Classifier:
     Raises: UserError if it cannot be loaded, or weights are missing: an untrained head would score at random.
     """
     source = resolve(path)
-    options = {"trust_remote_code": False, "weights_only": True}
+    config = load_config(source)
+    options = {"trust_remote_code": False, "weights_only": True, **attention_options(config)}
     with explain_load_errors(source):
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, config=load_config(source), dtype=torch.float32, output_loading_info=True, **options
+            source, config=config, dtype=torch.float32, output_loading_info=True, **options
         )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, truncation_side="left")
     if info["missing_keys"]:

@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support import tiny
+
 INTERFACE: dict[str, set[str]] = {
     "LLM.__init__": {
         "model", "skip_tokenizer_init", "dtype", "seed", "gpu_memory_utilization", "kwargs",
@@ -167,7 +169,9 @@ class LLM:
         with tempfile.TemporaryDirectory() as folder:
             self.config.save_pretrained(folder)
             save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
-            model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, output_loading_info=True)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self.dtype, output_loading_info=True, **tiny.attention_of(self.config)
+            )
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
         for bias in biases:  # what some tests add to a model
             model.get_output_embeddings().bias = torch.nn.Parameter(bias.clone())

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from rlhf.distributed import collectives
 from rlhf.models import packing
@@ -119,13 +126,17 @@ def backbone(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrai
     return _filled(AutoModel, family, std, **changes)
 
 
+def attention_of(config: PreTrainedConfig) -> dict[str, str]:
+    """The option for a model whose attention has a cap: transformers below 5.24 chooses one without it."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
+
+
 def _filled(auto: Any, family: str, std: float, **changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = config_of(family, **changes)
-        capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-        # transformers below 5.24 chooses an attention for Gemma 2 that has no cap
-        model = auto.from_config(config, **({"attn_implementation": "eager"} if capped else {})).eval()
+        model = auto.from_config(config, **attention_of(config)).eval()
         for weight in model.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, 0.0, std)

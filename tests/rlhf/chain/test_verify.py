@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,17 @@ def test_a_saved_model_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"1 weights are missing \(model\.norm\.weight\)"):
         recount.load_plainly(AutoModelForCausalLM, str(tmp_path))
+
+
+def test_the_cap_of_attention_counts(tmp_path: Path) -> None:
+    """transformers 5.17 to 5.23 choose an attention for Gemma 2 that ignores it."""
+    tiny.causal_lm("gemma2", std=0.5, attn_logit_softcapping=0.1).save_pretrained(tmp_path)
+    stage: Any = SimpleNamespace(manifest={"config": {"dtype": "fp32"}, "metrics": {}}, directory=tmp_path)
+    plain, _ = recount.Recount(stage).model(str(tmp_path))
+    capped = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(plain.cpu()(input_ids=ids).logits, capped(input_ids=ids).logits)
 
 
 def train(out: Path, *words: str) -> None:

@@ -155,7 +155,8 @@ def test_saved_and_loaded_it_gives_the_same_bits(saved: Path, family: str) -> No
 @families
 def test_transformers_own_classifier_pools_the_same_score(saved: Path, family: str) -> None:
     """It pools at the last id that is not its pad token and looks at no mask."""
-    theirs = AutoModelForSequenceClassification.from_pretrained(saved / family, num_labels=1).eval()
+    attention = tiny.attention_of(tiny.config_of(family))
+    theirs = AutoModelForSequenceClassification.from_pretrained(saved / family, num_labels=1, **attention).eval()
     pad = AutoTokenizer.from_pretrained(saved / family).pad_token_id
     assert theirs.config.pad_token_id == pad != theirs.config.eos_token_id
     assert theirs.config.architectures == [type(theirs).__name__]
