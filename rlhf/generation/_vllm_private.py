@@ -24,14 +24,28 @@ def shut_down(engine: Any) -> None:
     parallel_state._WORLD = None
 
 
-def pack_heads(worker: Any) -> None:
-    """On a CPU vLLM multiplies by packed copies of the weights. `reload_weights` packs those of the layers that it
-    loads; a head with the weights of the embedding is none, and would keep the copy of the start."""
+def pack_weights(worker: Any) -> None:
+    """On a CPU vLLM multiplies by packed copies of the weights. `reload_weights` packs those of most layers, but not of
+    a mixture of experts, nor a head with the weights of the embedding, which would keep the copy of the start."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in worker.get_model().modules():
-        if isinstance(module, ParallelLMHead):
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+        elif isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def add_head_bias(worker: Any) -> None:
+    """Give the head of vLLM's model a bias if it has none: `reload_weights` would drop one that it has added itself, as
+    it does for a model type that vLLM has no code for (Phi)."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in worker.get_model().modules():
+        if isinstance(module, ParallelLMHead) and module.bias is None:
+            with worker.device:
+                module._register_bias()
 
 
 def restore_classes(lm: PreTrainedModel) -> None:

@@ -190,6 +190,8 @@ def _start_engine(lm: PreTrainedModel, config: Config) -> "LLM":
         finally:  # vLLM sets variables for workers of its own, such as LOCAL_WORLD_SIZE
             os.environ |= variables
     _vllm_private.restore_classes(lm)
+    if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+        engine.collective_rpc(_vllm_private.add_head_bias)
     if sleeps(lm):
         engine.sleep(level=config.sleep_level)
     return engine
@@ -210,7 +212,7 @@ def _awake_engine(engine: "LLM", lm: PreTrainedModel, config: Config) -> Iterato
         if sleeps(lm):
             engine.wake_up(tags=["kv_cache"])  # after the weights, for which vLLM may need memory twice
         else:
-            engine.collective_rpc(_vllm_private.pack_heads)
+            engine.collective_rpc(_vllm_private.pack_weights)
         engine.reset_prefix_cache()  # its states were computed with the old weights
         yield
     finally:

@@ -180,7 +180,7 @@ def test_two_ranks_under_zero_3(tmp_path: Path) -> None:
 # --- awake and asleep
 
 GPU = ["wake_up ['weights']", "reload_weights", "wake_up ['kv_cache']", "reset_prefix_cache", "generate", "sleep 1"]
-CPU = ["reload_weights", "pack_heads", "reset_prefix_cache", "generate"]
+CPU = ["reload_weights", "pack_weights", "reset_prefix_cache", "generate"]
 
 
 @pytest.fixture

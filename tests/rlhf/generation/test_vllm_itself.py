@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf import adapters, plugins
@@ -65,7 +65,11 @@ UNKNOWN = {"gpt_neo"}
 
 
 def model_of(family: str = "llama") -> PreTrainedModel:
-    return tiny.causal_lm(family, STD, **SHAPES[family]).to(local_device())
+    model = tiny.causal_lm(family, STD, **SHAPES[family]).to(local_device())
+    for module in model.modules():
+        if hasattr(module, "gelu_impl"):  # BLOOM of transformers has GELU by tanh, that of vLLM the exact one
+            module.gelu_impl = nn.GELU()
+    return model
 
 
 def draws(rows: int = 3, seed: int = 0) -> Tensor:
