@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf expor
 
     if options.at is not None:
         run = run_models(options.model, BY_NAME)
-        path, reference = run.path(run.newest), run.reference([run.newest])
+        path, reference = run.path(run.newest), run.references.get(run.newest)
         if reference is None:
             raise UserError(f"--at: {options.model} does not say what its policy was trained from; expected a run")
         between(run.path(reference), path, options.at, Path(options.merge))

@@ -1,4 +1,4 @@
-"""Talk to the policies of a run: in a terminal, in a browser, or through an HTTP interface that clients of OpenAI know.
+"""Talk to the policies of a run, in a terminal or in a browser, and vote on their answers.
 
-`session` and `votes` are the logic; `terminal`, `web` and `server` are thin front ends.
+`session` and `votes` are the logic; `terminal` and `web` are thin front ends.
 """

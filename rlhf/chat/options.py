@@ -20,7 +20,7 @@ class ChatOptions(Config):
     run: str = ""
     """output directory of a chain, directory of a stage or of a model, hub id or short name"""
     temperature: float = Field(1.0, ge=0)
-    """logits are divided by this; 1 is what the policy was trained with, 0 is greedy (KL is then measured at 1)"""
+    """logits are divided by this; 1 is what the policy was trained with, 0 is greedy"""
     response_length: int = Field(256, ge=1)
     """maximum number of tokens of a response, EOS included"""
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
@@ -32,11 +32,8 @@ class ChatOptions(Config):
     policy: str | None = None
     """which policy of the run answers: base, sft, ppo, ppo/best or ppo/ema; by default the last that was trained"""
     compare: tuple[str, ...] = ()
-    """two policies that answer side by side: names as of --policy, or paths as of RUN"""
-    blind: bool = False
-    """with --compare: the sides are in random order and the names are shown after the vote; the web page always is"""
-    reference: str | None = None
-    """policy from which KL is measured; by default what the policy was trained from; none: no KL"""
+    """two policies that answer side by side, in random order; their names and scores are shown after the vote. Names as
+    of --policy, or paths as of RUN"""
     reward: str | None = None
     """score source of the answers, as in `rlhf evaluate`; by default the reward model of the run; none: no scores"""
     system: str | None = None
@@ -59,8 +56,6 @@ def check_chat(options: ChatOptions) -> None:
         )
     if options.compare and options.policy is not None:
         raise UserError("--policy and --compare: got both, expected one of them")
-    if options.blind and not options.compare:
-        raise UserError("--blind: got it without --compare, expected two policies")
     if not options.votes.endswith(".jsonl"):
         raise UserError(f"--votes {options.votes}: expected a .jsonl file")
     if options.web and importlib.util.find_spec("gradio") is None:

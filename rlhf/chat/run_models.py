@@ -1,6 +1,6 @@
-"""Which models a run has: its policies by name, their reference, and the model that scores."""
+"""Which models a run has: its policies by name, what they were trained from, and the model that scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,6 @@ class RunModels:
     """what each policy was trained from, as far as the run says"""
     scoring: Scoring | None
     """of its reward model; None if the run has none, or several"""
-
-    def reference(self, names: Sequence[str]) -> str | None:
-        """From what KL is measured: what the only policy was trained from, else what the newest was."""
-        known = len(names) == 1 and names[0] in self.policies
-        return self.references.get(names[0] if known else self.newest)
 
     def path(self, name: str) -> str:
         """The path of a policy: of the run by its name, or any other model. Raises: UserError."""

@@ -9,8 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rlhf.chat.responses import Measures
-from rlhf.chat.session import Session, Turn, pieces
+from rlhf.chat.session import Session, Turn, describe, pieces
 from rlhf.chat.votes import Preference
 from rlhf.errors import UserError
 from rlhf.streams import printable
@@ -19,7 +18,6 @@ HELP = """\
 /reset               start a new dialogue
 /temperature NUMBER  of the sampling; 0 is greedy
 /length NUMBER       maximum number of tokens of an answer
-/better TEXT         write a better answer to the last question: a row for the next reward model
 /help, /quit"""
 VOTE = "better: l left, r right, t tie, then Enter; Enter alone is no vote> "
 VOTES: dict[str, Preference] = {"l": "a", "r": "b", "t": "tie"}
@@ -63,9 +61,6 @@ class Terminal:
             session.temperature = _number(argument, float, 0.0)
         elif command == "/length":
             session.response_length = int(_number(argument, int, 1))
-        elif command == "/better":
-            session.improve(argument)
-            self._print(f"(row written to {session.votes})")
         elif command == "/help":
             self._print(HELP)
         else:
@@ -79,12 +74,10 @@ class Terminal:
             for _, piece in pieces(turn):
                 self._print(printable(piece), end="")
             self._print("")
-            self._print(_describe(turn, self._session.measure(), 0))
+            self._print(f"[{describe(turn, self._session.score(), 0)}]")
             return
         self._stream_both(turn)
-        measures = self._session.measure()
-        if not self._session.blind:
-            self._print_sides(turn, measures)
+        scores = self._session.score()
         refusal = self._session.refusal()
         if refusal:
             self._print(f"(no vote: {refusal})")
@@ -94,33 +87,17 @@ class Terminal:
                 self._print(f"(vote written to {self._session.votes})")
             except UserError as error:
                 self._print(f"({error})")
-        if self._session.blind:
-            self._print_sides(turn, measures)
+        for side, name in enumerate(SIDES):
+            self._print(f"{name}: {describe(turn, scores, side)}")
 
     def _stream_both(self, turn: Turn) -> None:
         texts = ["", ""]
-        if not self._console.is_terminal:
-            last = -1
-            for side, piece in pieces(turn):
-                if side != last:
-                    self._print(f"{'' if last < 0 else chr(10)}{self._title(turn, side)}:")
-                last = side
-                self._print(printable(piece), end="")
-            self._print("")
-            return
         with Live(console=self._console, refresh_per_second=12) as live:
             for side, piece in pieces(turn):
                 texts[side] += printable(piece)
-                table = Table(*(self._title(turn, side) for side in (0, 1)), expand=True)
+                table = Table(*SIDES, expand=True)
                 table.add_row(*map(Text, texts))
                 live.update(table)
-
-    def _title(self, turn: Turn, side: int) -> str:
-        return SIDES[side] if self._session.blind else f"{SIDES[side]} ({turn.policies[side]})"
-
-    def _print_sides(self, turn: Turn, measures: list[Measures]) -> None:
-        for side, name in enumerate(SIDES):
-            self._print(f"{name}: {_describe(turn, measures, side)}")
 
     def _read_vote(self) -> Preference | None:
         while True:
@@ -141,12 +118,3 @@ def _number(text: str, kind: Callable[[str], float], least: float) -> float:
     if not least <= value < float("inf"):
         raise UserError(f"got '{text}', expected a number of at least {least}")
     return value
-
-
-def _describe(turn: Turn, measures: list[Measures], side: int) -> str:
-    """`ppo: score 1.23, KL 4.5 nats, 31 tokens, cut`."""
-    numbers, response = measures[side], turn.responses[side]
-    parts = [] if numbers.score is None else [f"score {numbers.score:.3g}"]
-    parts += [] if numbers.kl is None else [f"KL {numbers.kl:.3g} nats"]
-    parts += [f"{response.tokens} tokens"] + ([] if response.ended else ["cut at the response length"])
-    return f"[{turn.policies[side]}: {', '.join(parts)}]"

@@ -1,6 +1,5 @@
 """Votes as rows of preferences, which every stage reads: {prompt, response_a, response_b, preference, ...}."""
 
-import datetime
 import fcntl
 import json
 import os
@@ -8,15 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rlhf.chat.responses import Measures, Response
-from rlhf.config import Tree
+from rlhf.chat.responses import Response
 from rlhf.errors import UserError
-from rlhf.text.prompt_file import format_prompt
-from rlhf.types import Message
 
 Preference = Literal["a", "b", "tie"]
-EDITED = "edited by a person"
-"""in place of a policy: who wrote a better answer"""
 
 
 def refusal(responses: Sequence[Response]) -> str:
@@ -31,34 +25,6 @@ def refusal(responses: Sequence[Response]) -> str:
     if len({response.text for response in responses}) < len(responses):
         return "the answers are equal"
     return ""
-
-
-def row(
-    messages: Sequence[Message],
-    texts: tuple[str, str],
-    preference: Preference,
-    policies: tuple[str, str],
-    details: Mapping[str, object],
-) -> Tree:
-    """A row of preferences. The columns after `preference` are for people; training does not use them."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    sides = {"response_a": texts[0], "response_b": texts[1], "preference": preference}
-    return (
-        {"prompt": format_prompt(messages)}
-        | sides
-        | {"policy_a": policies[0], "policy_b": policies[1]}
-        | dict(details)
-        | {"time": now}
-    )
-
-
-def measures_columns(measures: Sequence[Measures | None]) -> dict[str, float | None]:
-    """score_a, kl_a, score_b, kl_b; None where nothing was measured."""
-    return {
-        f"{name}_{side}": None if numbers is None else getattr(numbers, name)
-        for side, numbers in zip("ab", measures, strict=True)
-        for name in ("score", "kl")
-    }
 
 
 def append(path: Path, vote: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
 """`rlhf chat --web`: a page on 127.0.0.1, made with Gradio. One dialogue for each open page.
 
-With two policies the sides are blind: their order is random, and names and numbers are shown after the vote.
+With two policies, names and scores are shown after the vote.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlhf import console
 from rlhf.chat.options import ChatOptions
-from rlhf.chat.session import Session, Turn, pieces
+from rlhf.chat.session import Session, Turn, describe, pieces
 from rlhf.chat.votes import Preference
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
@@ -88,29 +88,28 @@ class Page:
         return Session(self._session.models, self._session.policies, self._options)
 
     def ask(self, session: Session, text: str, temperature: float, length: float) -> Iterator[list[object]]:
-        """The answers as they are written: the dialogue of each side, the input, the status, the better answer."""
+        """The answers as they are written: the dialogue of each side, the input, the status."""
         session.temperature, session.response_length = float(temperature), int(length)
         try:
             turn = session.ask(text)
         except UserError as error:
-            yield [*self._sides(session), text, f"error: {error}", ""]
+            yield [*self._sides(session), text, f"error: {error}"]
             return
         answers = [""] * self.sides
         for side, piece in in_one_thread(turn):
             answers[side] += piece
-            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", ""]
+            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ..."]
         if session.turn is not turn:  # the person has started a new dialogue meanwhile
             return
-        answers = [response.text for response in turn.responses]
         try:
-            session.measure()
+            session.score()
         except UserError as error:
-            yield [*self._sides(session), "", f"error: {error}", answers[0]]
+            yield [*self._sides(session), "", f"error: {error}"]
             return
-        refusal = session.refusal() if session.blind else ""
-        status = "which answer is better?" if session.blind else _numbers(turn)
-        status = f"no vote: {refusal}. {_numbers(turn)}" if refusal else status
-        yield [*(shown(turn.messages, answer) for answer in answers), "", status, answers[0]]
+        refusal = session.refusal() if self.sides == 2 else ""
+        status = "which answer is better?" if self.sides == 2 else _names(turn)
+        status = f"no vote: {refusal}. {_names(turn)}" if refusal else status
+        yield [*_answers(turn), "", status]
 
     def vote(self, preference: Preference) -> Callable[[Session], list[object]]:
         def handle(session: Session) -> list[object]:
@@ -120,22 +119,9 @@ class Page:
             except UserError as error:
                 return [*self._sides(session), f"{error}"]
             assert turn is not None
-            return [*_answers(turn), f"vote written to {session.votes}. {_numbers(turn)}"]
+            return [*_answers(turn), f"vote written to {session.votes}. {_names(turn)}"]
 
         return handle
-
-    def improve(self, session: Session, text: str, side: str) -> list[object]:
-        """A better answer of the person."""
-        turn = session.turn
-        try:
-            session.improve(text, SIDES.index(side))
-        except UserError as error:
-            return [*self._sides(session), f"{error}"]
-        assert turn is not None
-        texts = [response.text for response in turn.responses]
-        texts[SIDES.index(side)] = text
-        status = f"better answer written to {session.votes}. {_numbers(turn)}"
-        return [*(shown(turn.messages, answer) for answer in texts), status]
 
     def reset(self, session: Session) -> list[object]:
         session.reset()
@@ -153,16 +139,10 @@ def _answers(turn: Turn) -> list[Messages]:
     return [shown(turn.messages, response.text) for response in turn.responses]
 
 
-def _numbers(turn: Turn) -> str:
-    """`left: ppo, score 1.2, KL 3.4 nats. right: ...`"""
-    texts = []
-    for name, policy, measures, response in zip(SIDES, turn.policies, turn.measures, turn.responses, strict=False):
-        numbers = [policy]
-        numbers += [] if measures.score is None else [f"score {measures.score:.3g}"]
-        numbers += [] if measures.kl is None else [f"KL {measures.kl:.3g} nats"]
-        numbers += [] if response.ended else ["cut at the response length"]
-        texts.append((f"{name}: " if len(turn.policies) == 2 else "") + ", ".join(numbers))
-    return ". ".join(texts)
+def _names(turn: Turn) -> str:
+    """`left: ppo, score 1.2, 31 tokens. right: ...`"""
+    sides = [describe(turn, turn.scores or (None, None), side) for side in range(len(turn.policies))]
+    return sides[0] if len(sides) == 1 else f"left: {sides[0]}. right: {sides[1]}"
 
 
 def build(session: Session, options: ChatOptions) -> gr.Blocks:
@@ -182,15 +162,10 @@ def build(session: Session, options: ChatOptions) -> gr.Blocks:
                     button = gr.Button(text, elem_id=f"vote-{preference}")
                     button.click(page.vote(preference), [state], [*chats, status])  # type: ignore[arg-type]
             new = gr.Button("New dialogue", elem_id="new")
-        with gr.Accordion("A better answer, and sampling", open=False):
-            better = gr.Textbox(label="Edit the answer", elem_id="better", lines=3)
-            side = gr.Radio([*SIDES], value="left", label="It is better than", visible=page.sides == 2)
-            save = gr.Button("Save the better answer", elem_id="save")
+        with gr.Accordion("Sampling", open=False):
             temperature = gr.Slider(0, 2, value=session.temperature, step=0.05, label="Temperature")
             length = gr.Number(session.response_length, precision=0, minimum=1, label="Response length, tokens")
-        outputs = [*chats, message, status, better]
-        message.submit(page.ask, [state, message, temperature, length], outputs)
-        save.click(page.improve, [state, better, side], [*chats, status])
+        message.submit(page.ask, [state, message, temperature, length], [*chats, message, status])
         for clear in (new.click, *(chat.clear for chat in chats)):
             clear(page.reset, [state], [*chats, status])
         # Until then a message would have no session.
@@ -228,37 +203,23 @@ def launch(session: Session, options: ChatOptions) -> tuple[gr.Blocks, str]:
     blocks = build(session, options)
     theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(OwnPagesOnly)]
+    no_proxy = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *HOSTS]
+    os.environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, no_proxy)))  # Gradio asks its own page
     try:
-        with _without_proxy():
-            _, url, _ = blocks.launch(
-                server_name=HOSTS[0],
-                server_port=options.port or None,
-                prevent_thread_lock=True,
-                quiet=True,
-                share=False,
-                footer_links=[],
-                ssr_mode=False,
-                theme=theme,
-                app_kwargs={"middleware": middleware},
-            )
+        _, url, _ = blocks.launch(
+            server_name=HOSTS[0],
+            server_port=options.port or None,
+            prevent_thread_lock=True,
+            quiet=True,
+            share=False,
+            footer_links=[],
+            ssr_mode=False,
+            theme=theme,
+            app_kwargs={"middleware": middleware},
+        )
     except OSError as error:
         raise UserError(f"--port {options.port}: cannot listen there ({error}); choose another --port") from None
     return blocks, url
-
-
-@contextlib.contextmanager
-def _without_proxy() -> Iterator[None]:
-    """Inside, requests to this machine use no proxy of the environment: Gradio asks its own page whether it is up."""
-    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
-    os.environ |= {name: ",".join(filter(None, [*before.values(), *HOSTS])) for name in before}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def serve_page(session: Session, options: ChatOptions) -> None:

@@ -40,6 +40,6 @@ def options_of(run: Path, **changes: Any) -> ChatOptions:
 
 
 def loaded(run: Path, *names: str) -> Models:
-    """Policies of the run, without a reference and scores."""
+    """Policies of the run, without scores."""
     models = run_models(str(run), BY_NAME)
-    return load_models({name: models.path(name) for name in names}, None, None, "auto", "fp32")
+    return load_models({name: models.path(name) for name in names}, None, "auto", "fp32")

@@ -63,13 +63,13 @@ def test_two_reward_models_are_trained_and_the_safe_one_comes_first(run: Any, mo
     options, opened = chat.open_run(["moved/two", "--dtype", "fp32"], "rlhf chat")
     session = open_session(options, opened)
     session.ask("tell me about the red fox")
-    [measures] = session.measure()
+    [score] = session.score()
     response = session.turn.responses[0] if session.turn else None
     assert response is not None
     samples = rewards.as_samples(response.rollout, session.models.tokenizer)
     context = rewards.Context(session.models.tokenizer, torch.device("cpu"), torch.float32, "", 1)
     safe, helpful = (rewards.open_source(spec, context)(samples).item() for spec in moved)
-    assert measures.score == (safe if torch.tensor(safe).sigmoid() < 0.15 else helpful)
+    assert score == (safe if torch.tensor(safe).sigmoid() < 0.15 else helpful)
 
 
 def test_an_interrupted_run_goes_on_with_all_its_models(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(run: Path) -> Models:
-    """With the reference and the reward model of the run."""
+    """With the reward model of the run."""
     return sessions.open_session(chat_runs.options_of(run, compare=NAMES), run_models(str(run), BY_NAME)).models
 
 
@@ -82,8 +82,13 @@ def test_a_dialogue_is_what_the_next_answer_sees(make: Make) -> None:
 
 def test_answers_depend_on_seed_turn_and_side(make: Make) -> None:
     def answers(*questions: str, **changes: Any) -> list[str]:
-        session = make(**changes)
-        return [r.text for text in questions for r in session.ask(text).responses if session.reset() is None]
+        session, texts = make(**changes), []
+        for question in questions:
+            turn = session.ask(question)
+            by_policy = dict(zip(turn.policies, turn.responses, strict=True))
+            texts += [by_policy[name].text for name in NAMES]
+            session.reset()
+        return texts
 
     questions = chat_runs.PROMPTS[:4]
     assert answers(*questions) == answers(*questions) != answers(*questions, seed=1)
@@ -95,6 +100,16 @@ def test_answers_depend_on_seed_turn_and_side(make: Make) -> None:
     assert len(greedy) == 1
 
 
+def test_a_model_alone_has_no_scores_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = chat_runs.options_of(run / "base")
+    session = sessions.open_session(options, run_models(options.run, BY_NAME))
+    assert "no score; name one with --reward" in capsys.readouterr().out
+    session.ask("w4")
+    assert session.score() == [None]
+    sessions.open_session(options.model_copy(update={"reward": "none"}), run_models(options.run, BY_NAME))
+    assert not capsys.readouterr().out
+
+
 def test_the_better_answer_goes_on(make: Make) -> None:
     for preference, side in (("a", 0), ("b", 1), ("tie", 0)):
         session = make()
@@ -103,20 +118,11 @@ def test_the_better_answer_goes_on(make: Make) -> None:
         assert session.history[-1] == Message("assistant", answers[side]) and session.turn is None
 
 
-def test_blind_sides_come_in_random_order(make: Make) -> None:
-    session = make(blind=True)
-    orders = set()
-    for _ in range(40):
-        orders.add(session.ask("w4").policies)
-        session.reset()
-    assert orders == {("sft", "ppo"), ("ppo", "sft")}
-
-
 def test_no_seed_tells_the_order_of_blind_sides(make: Make) -> None:
     """A person who knows the seed, or has seen another page, must not know who is on the left."""
     orders = set()
     for _ in range(12):
-        session = make(blind=True, seed=0)
+        session = make(seed=0)
         order = []
         for _ in range(3):
             order.append(session.ask("w4").policies)
@@ -133,74 +139,39 @@ def test_dialogues_have_seeds_of_their_own_that_votes_name(make: Make) -> None:
     assert rows(one)[0]["seed"] == one.seed
 
 
-def test_a_model_alone_has_no_numbers_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = chat_runs.options_of(run / "base")
-    session = sessions.open_session(options, run_models(options.run, BY_NAME))
-    assert re.findall(r"no (score|KL); name", capsys.readouterr().out) == ["score", "KL"]
-    session.ask("w4")
-    assert (session.measure()[0].score, session.measure()[0].kl) == (None, None)
-    options = options.model_copy(update={"reward": "none", "reference": str(run / "step1_sft")})
-    session = sessions.open_session(options, run_models(options.run, BY_NAME))
-    session.ask("w4")
-    assert session.measure()[0].kl is not None and session.measure()[0].score is None
-    assert not capsys.readouterr().out
-
-
 # --- votes
 
 
 def test_votes_are_rows_of_preferences(make: Make, models: Models, run: Path) -> None:
-    session = make(temperature=0.9, seed=3)
+    session = make(temperature=0.9, seed=3, system="w5")
     first = ask(session)
-    measures = session.measure()
+    scores, turn = session.score(), session.turn
+    assert turn is not None
     session.vote("b")
     session.reset()
     second = ask(session)
     session.vote("a")
-    third = session.ask("w8 w9").responses
+    session.ask("w8 w9")
     session.reset()
     ask(session)
     session.vote("tie")
     written = rows(session)
     assert [row["preference"] for row in written] == ["b", "a", "tie"]
     assert (written[0]["response_a"], written[0]["response_b"]) == tuple(first)
-    assert (written[0]["policy_a"], written[0]["model_b"]) == ("sft", str(run / "step3_ppo/actor"))
-    assert (written[0]["score_b"], written[0]["kl_a"]) == (measures[1].score, measures[0].kl)
+    models_of = {"sft": str(run / "step1_sft/model"), "ppo": str(run / "step3_ppo/actor")}
+    for side, policy, score in zip("ab", turn.policies, scores, strict=True):
+        assert score is not None
+        assert [written[0][f"{name}_{side}"] for name in ("policy", "model", "score")] == [
+            policy, models_of[policy], score,
+        ]  # fmt: skip
     assert (written[0]["temperature"], written[0]["seed"], written[0]["response_length"]) == (0.9, 3, 24)
-    assert written[0]["time"].startswith("20") and written[0]["time"].endswith("+00:00") and third
+    assert written[0]["time"].startswith("20") and written[0]["time"].endswith("+00:00")
     one, two, tie = open_origin(str(session.votes)).rows("reward")
     assert isinstance(one, Row) and (one.response, one.rejected) == (first[1], first[0])
     assert isinstance(two, Row) and (two.response, two.rejected) == tuple(second)
     assert tie == Skipped("tie")
     prompts = [row.prompt for _, row in read_prompts(str(session.votes))]  # as `rlhf pairs --prompts` reads them
-    assert len(prompts) == 3 and prompts[0] == one.prompt
-
-
-def test_a_vote_late_in_a_dialogue_has_all_of_it(make: Make) -> None:
-    session = make(system="w5")
-    ask(session, "w6 w7")
-    session.vote("a")
-    answer = session.history[-1].content
-    responses = session.ask("w8 w9").responses
-    if votes.refusal(responses):
-        pytest.skip("the model cut or repeated an answer")
-    session.vote("a")
-    row = list(open_origin(str(session.votes)).rows("reward"))[1]
-    assert isinstance(row, Row)
-    assert [(m.role, m.content) for m in row.prompt] == [
-        ("system", "w5"), ("user", "w6 w7"), ("assistant", answer), ("user", "w8 w9"),
-    ]  # fmt: skip
-
-
-def test_an_edited_answer_is_preferred_to_the_old_one(make: Make) -> None:
-    session = make("ppo")
-    [old] = ask(session)
-    session.improve("w11 w12")
-    assert session.history[-1] == Message("assistant", "w11 w12")
-    [row] = rows(session)
-    assert (row["policy_a"], row["policy_b"], row["score_a"]) == (votes.EDITED, "ppo", None)
-    [read] = open_origin(str(session.votes)).rows("reward")
-    assert isinstance(read, Row) and (read.response, read.rejected) == ("w11 w12", old)
+    assert len(prompts) == 3 and prompts[0] == one.prompt == turn.messages and one.prompt[0].role == "system"
 
 
 def test_what_must_not_train_a_reward_model_is_no_vote(make: Make) -> None:
@@ -214,8 +185,6 @@ def test_what_must_not_train_a_reward_model_is_no_vote(make: Make) -> None:
     ask(single)
     with pytest.raises(UserError, match="expected two that answer side by side"):
         single.vote("a")
-    with pytest.raises(UserError, match="empty or unchanged"):
-        single.improve("  ")
     with pytest.raises(UserError, match="empty message"):
         single.ask("  ")
     assert not session.votes.exists()
@@ -281,10 +250,8 @@ def test_one_policy_in_the_terminal(make: Make) -> None:
     expected = make("ppo")
     shown = talk(session, "w4 w7", "/temperature 0", "/length 3", "w8", "/reset", "w9", "/help", "/what", "/quit")
     [answer] = expected.ask("w4 w7").responses
-    [measure] = expected.measure()
-    assert (
-        f"> w4 w7\n{answer.text}\n[ppo: score {measure.score:.3g}, KL {measure.kl:.3g} nats, {answer.tokens}" in shown
-    )
+    [score] = expected.score()
+    assert f"> w4 w7\n{answer.text}\n[ppo, score {score:.3g}, {answer.tokens} tokens" in shown
     assert "error: /what: no such command" in shown and "(new dialogue)" in shown
     assert (session.temperature, session.response_length) == (0.0, 3)
     assert session.turn is not None and session.turn.messages == (Message("user", "w9"),)
@@ -293,19 +260,15 @@ def test_one_policy_in_the_terminal(make: Make) -> None:
 def test_votes_in_the_terminal_need_no_extra(make: Make, run: Path) -> None:
     question = ask_text(make)
     session = make()
-    shown = talk(session, question, "x", "r", "/reset", question, "")
-    assert "left (sft):" in shown and "right (ppo):" in shown and f"(vote written to {session.votes})" in shown
+    shown = talk(session, question, "x", "r", "/reset", question, "", force_terminal=True, color_system=None)
+    assert f"(vote written to {session.votes})" in shown
     assert shown.count("better: l left, r right, t tie, then Enter") == 3  # x is no vote
     [row] = rows(session)
-    assert (row["preference"], row["policy_b"], row["blind"]) == ("b", "ppo", False)
-    assert row["score_a"] is not None
-
-
-def test_a_real_terminal_has_the_answers_side_by_side(make: Make) -> None:
-    question = ask_text(make)
-    left, right = (response.text for response in make().ask(question).responses)
-    shown = talk(make(), question, "t", force_terminal=True, color_system=None)
-    assert re.search(rf"│ {left} +│ {right} +│", shown) and "left (sft)" in shown
+    assert row["preference"] == "b" and row["score_a"] is not None
+    assert re.search(rf"│ {row['response_a']} +│ {row['response_b']} +│", shown)
+    before, after = shown.split("better: ", 1)  # who wrote an answer is known after the vote
+    assert not {"sft", "ppo", "score"} & {*re.findall(r"\w+", before.split(question, 1)[1])}
+    assert f"left: {row['policy_a']}, score {row['score_a']:.3g}, " in after
 
 
 def ask_text(make: Make) -> str:
@@ -321,17 +284,9 @@ def ask_text(make: Make) -> str:
     raise AssertionError("no question")
 
 
-def test_blind_names_come_after_the_vote(make: Make) -> None:
-    question = ask_text(make)
-    shown = talk(make(blind=True), question, "l")
-    before, after = shown.split("better: ", 1)
-    assert "sft" not in before.split(question, 1)[1] and "score" not in before
-    assert "sft: score" in after and "ppo: score" in after
-
-
 def test_no_vote_is_asked_that_is_refused_and_mistakes_do_not_end_the_chat(make: Make) -> None:
     session = make(response_length=1)
-    shown = talk(session, "w4", "/temperature -1", "/length 0.5", "w5 " * 100, "/better w5")
+    shown = talk(session, "w4", "/temperature -1", "/length 0.5", "w5 " * 100)
     assert (
         "(no vote: " in shown
         and "better:" not in shown
@@ -348,7 +303,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no run": ({"run": ""}, "no run is named"),
     "one policy": ({"compare": ("sft",)}, "--compare sft: got 1 policies, expected two"),
     "both": ({"compare": NAMES, "policy": "sft"}, "expected one of them"),
-    "blind alone": ({"blind": True}, "--blind"),
     "no rows": ({"votes": "votes.csv"}, "--votes votes.csv: expected a .jsonl"),
 }
 

@@ -67,6 +67,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_the_own_page(
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing is there
     monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("NO_PROXY", "")
     options = ChatOptions(run="x", web=True, port=0)
     blocks, url = launch(session, options)
     try:

@@ -1,4 +1,4 @@
-"""`rlhf chat --web` in headless Chromium: a person types, reads the stream, votes, edits; the rows are in the file."""
+"""`rlhf chat --web` in headless Chromium: a person types, reads the stream and votes; the rows are in the file."""
 
 import json
 import time
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from data.prepare.mixture import open_origin
-from rlhf.chat import votes
 from rlhf.types import Row
 from tests.support.browser import CHROMIUM, Page, open_browser
 
@@ -77,36 +76,11 @@ def test_a_person_types_reads_votes_and_finds_the_row(page: Page, served: Any) -
     url, file, questions = served
     status = votable(page, questions, "b")
     [row] = rows(file)
-    assert row["preference"] == "b" and row["blind"]
+    assert row["preference"] == "b"
     for i, response in enumerate((row["response_a"], row["response_b"])):  # each side keeps its own answer
         assert page.value(f"document.querySelector('#chat-{i}').innerText").strip().endswith(response)
     assert {row["policy_a"], row["policy_b"]} == {"sft", "ppo"}
-    assert f"left: {row['policy_a']}, score {row['score_a']:.3g}, KL {row['kl_a']:.3g} nats" in status
+    assert f"left: {row['policy_a']}, score {row['score_a']:.3g}, " in status
     [read] = open_origin(str(file)).rows("reward")
     assert isinstance(read, Row) and (read.response, read.rejected) == (row["response_b"], row["response_a"])
     assert all(address.startswith((url, "data:", "blob:")) for address in page.requests()), page.requests()
-
-
-def test_a_better_answer_is_a_row(page: Page, served: Any) -> None:
-    _, file, questions = served
-    page.value("[...document.querySelectorAll('button')].find((b) => b.innerText.includes('A better answer')).click()")
-    wait_for(page, "document.querySelector('#better textarea') !== null")
-    before = len(rows(file))
-    for question in questions * 3:
-        click(page, "new", "new dialogue")
-        if not send(page, question):
-            continue
-        page.value("document.querySelector('#better textarea').select()")
-        page.call("Input.insertText", text="w11 w12")
-        click(page, "save", "better answer written")
-        break
-    [row] = rows(file)[before:]
-    assert (row["response_a"], row["policy_a"], row["preference"]) == ("w11 w12", votes.EDITED, "a")
-
-
-def test_text_is_text(page: Page) -> None:
-    text = "<img src=http://127.0.0.1:1/x.png> a<br>b **c** $$d$$   <b>e</b>"
-    click(page, "new", "new dialogue")
-    send(page, text)
-    assert text in page.value("document.querySelector('#chat-0').innerText").replace("\xa0", " ")
-    assert not [address for address in page.requests() if "x.png" in address]

@@ -106,7 +106,7 @@ def test_an_end_that_is_a_word_is_in_no_text(tmp_path: Path) -> None:
     assert rollout.response_tokens()[0][-1] == word
     spelled = f"w{word}"
     assert spelled not in rewards.as_samples(rollout, tiny.tokenizer()).responses[0].split()
-    models = Models(tiny.tokenizer(), {"one": Policy(lm)}, {"one": ""}, None, None)
+    models = Models(tiny.tokenizer(), {"one": Policy(lm)}, {"one": ""}, None)
     messages = PROMPTS.rows[0].prompt
     stream = Generation(models, "one", [Message("user", messages[0].content)], Sampling(0.0, 12, (0,)))
     text = "".join(stream)
