@@ -10,7 +10,7 @@ from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
 from rlhf.engine.precision import with_dtype
-from rlhf.plan.cost import seconds_of_parts
+from rlhf.plan.cost import seconds
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
 from rlhf.plan.machine import Machine
 
@@ -31,10 +31,7 @@ SWITCHED = {"offload_optimizer": True, "offload_param": True, "gather_whole": Fa
 """the options of SHARDING, as a user may have set them"""
 ROWS = ("micro_batch_size", "rollout_batch_size")
 """options that are halved as long as they are above 1; --eval-batch-size is halved with the micro-batch size"""
-ADAPTER = "lora,r=16,lora_alpha=32"
 CURE = "use more devices, a smaller --max-length, --adapter lora, or a smaller model"
-FASTER_LEARNING = 10
-"""factor of the learning rates with an adapter, as in configs/overlays/lora.yaml"""
 
 
 def candidates(options: C, machine: Machine) -> Iterator[C]:
@@ -71,8 +68,7 @@ def _halvings(options: EngineOptions, name: str) -> list[Tree]:
     halves: list[Tree] = [{name: value >> times} for times in range(value.bit_length())]
     if name == "micro_batch_size" and rows:
         halves = [half | {"eval_batch_size": max(1, rows >> times)} for times, half in enumerate(halves)]
-        if halves[-1]["eval_batch_size"] > 1:
-            halves.append({name: 1, "eval_batch_size": 1})
+        halves[-1]["eval_batch_size"] = 1
     return halves
 
 
@@ -87,7 +83,7 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     if not settings:
         work = workload(options)
         require_whole(with_dtype(options, work.dtype), work.b, machine.count)
-    settings.sort(key=lambda each: sum(seconds_of_parts(each[1], machine).values()))
+    settings.sort(key=lambda each: seconds(each[1], machine))
     for candidate, work in settings:
         if resident_bytes(work, machine).device <= machine.memory:
             plan = forecast(work, machine)
@@ -107,15 +103,6 @@ def _is_possible(candidate: EngineOptions, workload: Workload, ranks: int) -> bo
 def _least_rows(candidate: EngineOptions) -> bool:
     """Whether a pass of this setting needs the least memory."""
     return candidate.gradient_checkpointing and all(getattr(candidate, name, 1) == 1 for name in ROWS)
-
-
-def with_adapter(options: C) -> C:
-    """The options with LoRA, and with learning rates for it. This changes what is trained."""
-    fields = type(options).model_fields
-    rates = [name for name in fields if name.endswith("learning_rate") and fields[name].default is not None]
-    return options.model_copy(
-        update={"adapter": ADAPTER} | {name: float(f"{FASTER_LEARNING * getattr(options, name):g}") for name in rates}
-    )
 
 
 def as_flags(options: EngineOptions, start: EngineOptions, section: str = "") -> str:

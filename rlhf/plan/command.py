@@ -8,8 +8,8 @@ from rlhf import console
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message, with_adapter
-from rlhf.plan.cost import seconds_of_parts
+from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message
+from rlhf.plan.cost import seconds
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
 from rlhf.plan.machine import Machine, describe_machine
@@ -46,30 +46,15 @@ def plan_stages(
 
 
 def plan_stage(section: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
-    """The forecast of a stage with its options, and the fastest setting that fits.
-
-    LoRA trains other weights, so it is proposed only if nothing else fits; it is mentioned if it avoids offloading.
-    """
+    """The forecast of a stage with its options, and the fastest setting that fits."""
     chosen, best = choose(options, workload, target)
     forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
-    lines = [report(forecasts)]
-    proposal = chosen if best.fits else None
     if best.fits:
-        lines.append(f"  fastest setting that fits: {_setting(chosen, options, section, best)}")
-    if options.adapter is None and (best.offloads or not best.fits):
-        adapted, best = choose(with_adapter(options), workload, target)
-        if best.fits:
-            faster = "with LoRA, which trains fewer weights" if proposal is not None else "fits with LoRA only"
-            lines.append(f"  {faster}: {_setting(adapted, options, section, best)}")
-            proposal = proposal or adapted
-    if proposal is None:
-        lines.append(f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}")
-    return StagePlan("\n".join(lines), forecasts.disk, proposal)
-
-
-def _setting(chosen: EngineOptions, options: EngineOptions, section: str, plan: Forecast) -> str:
-    flags = as_flags(chosen, options, f"{section}.") or "as it is"
-    return f"{flags} (about {sum(seconds_of_parts(plan.workload, plan.machine).values()):.2g} s)"
+        flags = as_flags(chosen, options, f"{section}.") or "as it is"
+        line = f"  fastest setting that fits: {flags} (about {seconds(best.workload, target):.2g} s)"
+    else:
+        line = f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}"
+    return StagePlan(f"{report(forecasts)}\n{line}", forecasts.disk, chosen if best.fits else None)
 
 
 def format_plans(plans: Sequence[StagePlan]) -> str:
@@ -177,7 +162,7 @@ def _cell(value: Bytes) -> str:
 
 def _time(plan: Forecast) -> str:
     """How long the stage takes, as far as it is known before its data are read, and one step of it."""
-    workload, parts = plan.workload, seconds_of_parts(plan.workload, plan.machine)
+    workload = plan.workload
     if workload.iterations:
         amount, steps = f"{workload.iterations:,} iterations", float(workload.iterations)
     elif workload.rows:
@@ -185,10 +170,9 @@ def _time(plan: Forecast) -> str:
         steps = workload.rows / workload.batch
     else:
         amount, steps = "1,000 rows of an epoch", 1000 / workload.batch
-    seconds, times = sum(parts.values()), ", ".join(f"{name} {part:.2g} s" for name, part in parts.items())
-    total, rate = console.duration(steps * seconds), plan.machine.flops(workload.b) / 1e12
+    step, rate = seconds(workload, plan.machine), plan.machine.flops(workload.b) / 1e12
     return (
-        f"  {amount}: about {total}, and the evaluations\n"
-        f"  {'iteration' if workload.rollout else 'optimizer step'}: about {seconds:.2g} s ({times}), "
+        f"  {amount}: about {console.duration(steps * step)}, and the evaluations\n"
+        f"  {'iteration' if workload.rollout else 'optimizer step'}: about {step:.2g} s, "
         f"a rough estimate by {rate:.3g} TFLOP/s of a device"
     )

@@ -29,21 +29,19 @@ def forward_flops(size: Size, rows: float, tokens: float, predicted: float) -> f
     return rows * (2 * inner * tokens + attention + 2 * size.vocabulary * size.hidden * predicted)
 
 
-def seconds_of_parts(workload: Workload, machine: Machine) -> dict[str, float]:
-    """Seconds of an optimizer step (`train`), or of the parts of an iteration with a rollout."""
+def seconds(workload: Workload, machine: Machine) -> float:
+    """Of an optimizer step, or of an iteration with a rollout."""
     rows, rollout, trained = workload.batch / machine.count, workload.rollout, workload.trained()
-    factor = slower(workload) / machine.flops(workload.b)
     sides = workload.shape.rows / workload.micro_batch  # 2 sequences in a pair
     epochs = rollout.epochs if rollout else 1
-    train = sum(_passes(spec) * _forward(workload, spec, rows * sides * epochs) for spec in trained)
-    if rollout is None:
-        return {"train": factor * train}
-    # The actor computes log-probs too; without a reference beside it, it is also its own one, its adapter off.
-    alone = all(spec.role != "reference" for spec in workload.models)
-    scoring = [spec for spec in workload.models if rollout.rescores or spec.role != "actor"]
-    scoring += [spec for spec in trained if spec.role == "actor" and alone]
-    score = sum(_forward(workload, spec, rows) for spec in scoring)
-    return {"generate": factor * _generation(workload, machine, rows), "score": factor * score, "train": factor * train}
+    flops = sum(_passes(spec) * _forward(workload, spec, rows * sides * epochs) for spec in trained)
+    if rollout is not None:
+        # The actor computes log-probs too; without a reference beside it, it is also its own one, its adapter off.
+        alone = all(spec.role != "reference" for spec in workload.models)
+        scoring = [spec for spec in workload.models if rollout.rescores or spec.role != "actor"]
+        scoring += [spec for spec in trained if spec.role == "actor" and alone]
+        flops += sum(_forward(workload, spec, rows) for spec in scoring) + _generation(workload, machine, rows)
+    return slower(workload) * flops / machine.flops(workload.b)
 
 
 def slower(workload: Workload) -> float:

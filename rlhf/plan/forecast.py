@@ -121,15 +121,12 @@ class Workload:
         return math.ceil(self.batch / (self.rollout.minibatches if self.rollout else 1) / ranks)
 
     @property
-    def checkpoint(self) -> int:
-        """Bytes of one: weights and the optimizer's state, and averages of the first model, in fp32."""
-        sizes = [spec.size() for spec in self.trained()]
-        return sum(size.saved_bytes for size in sizes) + MASTER * self.averages * sizes[0].trained
-
-    @property
     def checkpoints(self) -> int:
-        """Bytes of the checkpoints that stay and of one being written."""
-        return self.checkpoint * (self.keep + 1)
+        """Bytes of the checkpoints that stay and of one being written: weights and the optimizer's state, and averages
+        of the first model, in fp32."""
+        sizes = [spec.size() for spec in self.trained()]
+        one = sum(size.saved_bytes for size in sizes) + MASTER * self.averages * sizes[0].trained
+        return one * (self.keep + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +185,6 @@ class Forecast:
     @property
     def fits(self) -> bool:
         return self.shortfall == (0.0, 0.0)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether weights or an optimizer lie in CPU memory beside a GPU."""
-        held = any(model.memory.weights.host or model.memory.optimizer.host for model in self.models)
-        return held and not self.machine.on_cpu
 
     @property
     def disk(self) -> float:
@@ -301,9 +292,6 @@ def _moments(
     trained = [model for model in models if model.spec.trained]
     resident = sum((model.memory.resident for model in models), Bytes())
     resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
-    for i, model in enumerate(models):
-        earlier = sum((loaded.memory.weights + loaded.memory.optimizer for loaded in models[:i]), Bytes())
-        yield Moment(f"{model.spec.role}: start", earlier + model.memory.starting)
     for model in trained:
         yield from _training_moments(model, resident, workload.b, layout)
     if workload.rollout is None:

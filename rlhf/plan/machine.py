@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from rlhf.launch import launcher, rank_variables
-from rlhf.plan.devices import Device, PlanOptions, device_of_driver, device_of_kind, number_of_bytes
+from rlhf.plan.devices import Device, PlanOptions, device_of_driver, device_of_kind
 
 USABLE = 0.9
 """share of a GPU's memory to plan with; its context, communication buffers and fragmentation take the remainder"""
@@ -52,10 +52,10 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
     count = options.devices or processes
     device = _device(options, options.devices or rank_variables.local_world_size() or processes)
     if options.device_memory is not None:
-        device = replace(device, memory=number_of_bytes(options.device_memory))
+        device = replace(device, memory=float(options.device_memory))
     if options.device_tflops is not None:
         device = replace(device, flops=options.device_tflops * 1e12, flops_fp32=options.device_tflops * 1e12)
-    host = _free_memory() / min(count, NODE) if options.host_memory is None else number_of_bytes(options.host_memory)
+    host = float(options.host_memory or _free_memory() / min(count, NODE))
     return Machine(device, count, device.memory if device.kind == CORE.kind else USABLE * device.memory, host)
 
 

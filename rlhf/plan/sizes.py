@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,9 +24,6 @@ from rlhf.shipped import CONFIGS
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
-ROWS = 64
-"""outputs in a block of oneDNN's order of a weight: LoRA's first factor of rank 16 takes 4.05 times its size in bf16
-(2.09 in fp32), on a CPU with AVX512-BF16, 2026-11-23"""
 Head = Literal["lm", "scalar"]
 """A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
@@ -72,11 +68,8 @@ class Size:
     quantized: int = 0
     """weights that are stored in `bits` bits"""
     bits: float = 0.0
-    largest_quantized: int = 0
-    """weights in the largest quantised matrix, which is dequantised for its products"""
     linear: int = 0
-    """numbers in the copies of linear layers that decoding on a CPU has: of all that are not quantised, but for a head
-    that hides ids; whole blocks of ROWS outputs"""
+    """numbers in linear layers that are not quantised, of which decoding on a CPU has copies"""
     state: tuple[int, int] = (0, 0)
     """(fp32 numbers, 8-bit codes) in the optimizer's state beside the master weights"""
 
@@ -185,12 +178,10 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
     states = [state_numbers(setup.optim, weight.shape, id(weight) in outer) for weight in weights]
     layers = layers_of(model)
     quantized = quantizable(model, setup.adapter is not None) if quantize != "none" else []
-    ids = max(tokenizer_size(model_path) or 0, *(setup.ids or (0,)))
     rows = config.get_text_config().vocab_size
-    hooked = head == "lm" and 0 < ids < rows  # the head hides ids without a token
-    linear = [m for m in model.modules() if type(m) is nn.Linear and not (hooked and len(m.weight) == rows)]
+    linear = [m.weight for m in model.modules() if type(m) is nn.Linear]
     if quantized:
-        linear = [m for m in linear if m.weight.requires_grad or len(m.weight) == rows]
+        linear = [weight for weight in linear if weight.requires_grad or len(weight) == rows]
     return Size(
         total=sum(counts),
         trained=sum(trained),
@@ -202,8 +193,7 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
         vocabulary=config.get_text_config().vocab_size,
         quantized=sum(quantized),
         bits=BITS.get(quantize, 0.0),
-        largest_quantized=max(quantized, default=0),
-        linear=sum(math.ceil(len(layer.weight) / ROWS) * ROWS * layer.weight.shape[1] for layer in linear),
+        linear=sum(weight.numel() for weight in linear),
         state=(sum(numbers for numbers, _ in states), sum(codes for _, codes in states)),
     )
 

@@ -6,7 +6,7 @@ docs/scaling.md has the formulas as a table; benchmarks/memory.py compares them 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.engine.optimizers import require_whole
@@ -79,8 +79,6 @@ class ModelMemory:
     """added in the optimizer step, the gradients included"""
     gathered: Bytes = NOTHING
     """weights gathered for generation and scoring"""
-    starting: Bytes = NOTHING
-    """while the engine is created, instead of all above"""
 
     @property
     def resident(self) -> Bytes:
@@ -97,14 +95,7 @@ def model_memory(size: Size, options: EngineOptions, b: int, layout: RankLayout)
     stage = effective_stage(options, b, layout.ranks)
     if stage == 3:
         return _stage_3(size, options, b, layout)
-    memory = _stage_0(size, options, b, layout) if stage == 0 else _stage_1_and_2(size, options, b, layout, stage)
-    return _with_dequantized(memory, size, b)
-
-
-def _with_dequantized(memory: ModelMemory, size: Size, b: int) -> ModelMemory:
-    """Each product dequantises its matrix: one at a time."""
-    one = Bytes(b * size.largest_quantized)
-    return replace(memory, passing=memory.passing + one, gathered=memory.gathered + one)
+    return _stage_0(size, options, b, layout) if stage == 0 else _stage_1_and_2(size, options, b, layout, stage)
 
 
 def _stage_0(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> ModelMemory:
@@ -120,7 +111,6 @@ def _stage_0(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
         reducing=Bytes(gradients + bucket),
         # The gradient of one tensor at a time is converted to fp32.
         stepping=Bytes(gradients + (STEPPING[options.optim] + (MASTER if summed < MASTER else 0)) * size.largest),
-        starting=Bytes(size.weight_bytes(b) + own),
     )
 
 
@@ -131,19 +121,18 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
     p, filled = _share(t, layout.ranks), min(t, BUCKET)
     copied = MASTER if stage == 1 else b
     summed = MASTER * p if stage == 2 and fp32 and offload and layout.micro_batches > 1 else 0  # in CPU memory
-    norm = 0 if offload else 8 * min(size.largest, p)  # of the largest tensor in fp64; torch's AdamW allocates nothing
     if fp32:
         # The bucket, and its flat copy or that of the gradients of the rank's own weights. Stage 1 keeps every gradient
         # until the last micro-batch; stage 2 keeps the sums for the rank's own weights.
         flat = max(filled if layout.ranks > 1 else 0, 0 if offload else p)
         earlier = t - filled if stage == 1 else (p if layout.micro_batches > 1 and not offload else 0)
         reducing = MASTER * (filled + flat + earlier)
-        stepping = 0 if offload else MASTER * p + max(MASTER * p, norm)
+        stepping = 0 if offload else 2 * MASTER * p  # torch's AdamW allocates nothing
     else:
         # Stage 1 sums whole gradients and copies them to the bucket in fp32. Stage 2 sends the gradients of each
         # micro-batch in b bytes (a flat copy, then one in fp32), and sums those of the p weights that the rank owns.
         reducing = copied * 2 * filled + MASTER * (p + (t - filled if stage == 1 else filled))
-        stepping = MASTER * p + norm
+        stepping = MASTER * p
     gradients = t if stage == 1 else (0 if fp32 and offload else p)
     return ModelMemory(
         weights=Bytes(size.weight_bytes(b)),
@@ -153,7 +142,6 @@ def _stage_1_and_2(size: Size, options: EngineOptions, b: int, layout: RankLayou
         passing=Bytes(0 if layout.on_cpu else copied * filled),
         reducing=Bytes(reducing),
         stepping=Bytes(stepping),
-        starting=Bytes(size.weight_bytes(b)) + held((2 * MASTER + (b if offload else 0)) * p, offload),
     )
 
 
@@ -166,7 +154,6 @@ def _stage_1_in_bf16(size: Size, b: int, layout: RankLayout) -> ModelMemory:
         buffers=Bytes(MASTER * t),
         passing=Bytes(b * size.largest),
         reducing=Bytes(MASTER * min(t, BUCKET)),  # flattened
-        starting=Bytes(size.weight_bytes(b) + MASTER * (p + t)),
     )
 
 
@@ -186,7 +173,6 @@ def _stage_3(size: Size, options: EngineOptions, b: int, layout: RankLayout) -> 
         reducing=Bytes(MASTER * filled * (2 if layout.on_cpu else 1) + (b * size.largest if partitioned else 0)),
         stepping=Bytes(0 if offload else MASTER * min(p, math.ceil(SUB_GROUP / layout.ranks))),
         gathered=Bytes(b * gathered),
-        starting=weights + held(2 * MASTER * p, offload) + Bytes(MASTER * min(t, SUB_GROUP)),
     )
 
 
@@ -196,12 +182,10 @@ def frozen_memory(size: Size, options: FrozenOptions, b: int, ranks: int) -> Mod
     weights = b * _share(size.total, ranks) if sharded else size.weight_bytes(b)
     by_layer = sharded and options.gather_whole is False
     gathered = b * (min(size.total, LIVE + PREFETCH) if by_layer else size.total)
-    memory = ModelMemory(
+    return ModelMemory(
         weights=held(weights, options.offload),
         gathered=Bytes(gathered if options.offload or (sharded and ranks > 1) else 0),
-        starting=Bytes(weights),
     )
-    return _with_dequantized(memory, size, b)
 
 
 def _share(count: int, ranks: int) -> int:

@@ -153,7 +153,7 @@ def test_settings_change_memory_and_speed_only(model_path: str) -> None:
     assert {setting.micro_batch_size for setting in settings} == {4, 2, 1}
     large = choose.candidates(sft(model_path, eval_batch_size=64), gpus(80e9))
     assert {(setting.micro_batch_size, setting.eval_batch_size) for setting in large} == {
-        (4, 64), (2, 32), (1, 16), (1, 1)}  # fmt: skip
+        (4, 64), (2, 32), (1, 1)}  # fmt: skip
     alone = list(choose.candidates(start, gpus(80e9, count=1)))
     assert {setting.zero_stage for setting in alone if not setting.offload_optimizer} == {1}
     on_cpu = list(choose.candidates(start, describe_machine(PlanOptions(device="cpu"), 2)))
@@ -177,7 +177,7 @@ def test_step_3_halves_its_rollout_and_offloads_frozen_models(model_path: str) -
 
 
 def seconds(plan: Forecast) -> float:
-    return sum(cost.seconds_of_parts(plan.workload, plan.machine).values())
+    return cost.seconds(plan.workload, plan.machine)
 
 
 def test_no_setting_that_fits_is_faster(model_path: str) -> None:
@@ -195,13 +195,6 @@ def test_no_setting_that_fits_is_faster(model_path: str) -> None:
         assert setting.zero_stage == max(1, min(stages))  # in bf16 stage 0 runs as stage 1
     _, chosen = choose.choose(start, workload, gpus(peaks[0] * 0.99))
     assert not chosen.fits
-
-
-def test_the_unchanged_setting_is_chosen_where_memory_is_plenty(model_path: str) -> None:
-    chosen, _ = choose.choose(sft(model_path), workload, gpus(80e9, count=1))
-    assert chosen == sft(model_path)
-    fp32, _ = choose.choose(sft(model_path, dtype="fp32"), workload, gpus(80e9))
-    assert fp32.zero_stage == 0
 
 
 def test_an_optimizer_of_whole_weights_has_no_settings_that_shard_them(model_path: str) -> None:
@@ -236,7 +229,8 @@ def test_auto_is_replaced_and_reported(model_path: str, capsys: pytest.CaptureFi
     auto = Auto(**sft(model_path).model_dump(exclude={"zero_stage"}))
 
     def resolved_on(options: SFTConfig, memory: str) -> Any:
-        cards = PlanOptions(device="H100", devices=4, device_memory=memory, host_memory="9GB")
+        named = {"device": "H100", "devices": 4, "device_memory": memory, "host_memory": "9GB"}
+        cards = PlanOptions.model_validate(named)
         return command.resolve_zero_stage(options, sft_plan.workload, cards, 1, {})
 
     chosen = resolved_on(auto, "80GB")
@@ -263,24 +257,23 @@ def test_the_time_of_an_iteration_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     size = sizes.Size(total=1200, trained=1200, largest=100, outer=400, layers=2, hidden=8, cache=32, vocabulary=50)
     monkeypatch.setattr(ModelSpec, "size", lambda _: size)
 
-    def parts(**setting: Any) -> dict[str, float]:
+    def total(**setting: Any) -> float:
         options = EngineOptions(**{"zero_stage": 1, "dtype": "bf16", **setting})
         models = (ModelSpec("actor", "m", "lm", options), ModelSpec("reference", "m", "lm", FrozenOptions()))
         shape, rollout = PassShape(2, 14, 4), RolloutWork(2, 10, 4, epochs=1, minibatches=1)
         work = Workload("step3_ppo", models, torch.bfloat16, 2, 2, shape, 1, rollout)
-        return cost.seconds_of_parts(work, gpus(80e9, count=1))
+        return cost.seconds(work, gpus(80e9, count=1))
 
     passed = 2 * (2 * 800 * 14 + 2 * 14**2 * 8 * 2 + 2 * 50 * 8 * 4)
     prompts = 2 * (2 * 800 * 10 + 2 * 10**2 * 8 * 2 + 2 * 50 * 8)
     generated = prompts + 64 * 4 * (2 * 1200 + 4 * 12 * 8 * 2)
-    expected = {"generate": generated, "score": 2 * passed, "train": 3 * passed}
-    assert parts() == pytest.approx({name: number / 0.4e15 for name, number in expected.items()})
-    assert parts(gradient_checkpointing=True)["train"] == pytest.approx(4 * passed / 0.4e15)
+    assert total() == pytest.approx((generated + (2 + 3) * passed) / 0.4e15)  # scored twice, trained
+    assert total(gradient_checkpointing=True) == pytest.approx((generated + (2 + 4) * passed) / 0.4e15)
     for setting, times in (
         ({"offload_optimizer": True}, 2.0), ({"zero_stage": 3}, 1.3),
         ({"zero_stage": 3, "offload_optimizer": True, "offload_param": True, "gather_whole": False}, 1.3 * 2 * 2 * 10),
     ):  # fmt: skip
-        assert sum(parts(**setting).values()) == pytest.approx(times * sum(parts().values()))
+        assert total(**setting) == pytest.approx(times * total())
 
 
 # --- the proposal
@@ -299,18 +292,9 @@ def resolved(*words: str) -> Any:
     return train.read([*words])[0]
 
 
-@pytest.mark.parametrize(
-    ("memory", "host", "expected"),
-    [
-        ("24GB", "9GB", {"offload_optimizer": False, "adapter": None}),
-        ("0.6MB", "9GB", {"offload_optimizer": True, "adapter": None}),
-        ("0.6MB", "0.6501GB", {"offload_optimizer": False, "adapter": choose.ADAPTER}),
-    ],
-)
-def test_the_proposed_command_sets_the_fastest_setting(
-    memory: str, host: str, expected: dict[str, Any], model_path: str
-) -> None:
-    text = plan_text(model_path, memory, host)
+@pytest.mark.parametrize(("memory", "offloads"), [("24GB", False), ("0.6MB", True)])
+def test_the_proposed_command_sets_the_fastest_setting(memory: str, offloads: bool, model_path: str) -> None:
+    text = plan_text(model_path, memory, "9GB")
     line = text.split("the fastest setting that fits:\n")[1]
     assert (
         "\n" not in line
@@ -319,10 +303,9 @@ def test_the_proposed_command_sets_the_fastest_setting(
         and "--plan" not in line
     )
     by_words = resolved(*shlex.split(line)[2:])
-    assert {name: getattr(by_words.sft, name) for name in expected} == expected
-    plan = forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(PlanOptions(
-        device="3090", device_memory=memory, host_memory=host), 1))  # fmt: skip
-    assert plan.fits
+    assert by_words.sft.offload_optimizer == offloads
+    card = PlanOptions.model_validate({"device": "3090", "device_memory": memory, "host_memory": "9GB"})
+    assert forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(card, 1)).fits
 
 
 def test_the_time_is_for_the_rows_of_a_file(model_path: str, tmp_path: Path) -> None:
@@ -371,10 +354,3 @@ def test_a_model_takes_the_memory_of_the_table(recipe: str, model: str, numbers:
     plans = plans_of(*words)
     assert all(plan.fits and plan.machine.memory <= CARDS[recipe] for plan in plans)
     assert numbers.split(" (")[0] == ", ".join(f"{plan.peak / 1e9:.1f}" for plan in plans)
-
-
-def test_the_table_of_recipes_has_models_of_each_family_and_size() -> None:
-    assert all(all(columns[:2]) for _, *columns, _ in ROWS)
-    assert {sizes.read_config(model).model_type for model, *_ in ROWS} >= {
-        "qwen3", "llama", "gemma3_text", "smollm3", "glm4", "opt",
-    }  # fmt: skip
