@@ -43,7 +43,7 @@ class Turn:
 
 
 class Session:
-    """One dialogue. Temperature and response length may change between two questions.
+    """One dialogue.
 
     Two policies are blind: their order is random, and the front ends show names and scores after the vote.
     """
@@ -51,7 +51,7 @@ class Session:
     def __init__(self, models: Models, policies: Sequence[str], options: ChatOptions) -> None:
         """policies: the names of one or two of the loaded policies"""
         self.models, self.policies = models, tuple(policies)
-        self.temperature, self.response_length = options.temperature, options.response_length
+        self._options = options
         self.seed = secrets.randbelow(MAX_SEED + 1) if options.seed is None else options.seed
         self.votes = Path(options.votes)
         self._system = () if options.system is None else (Message("system", options.system),)
@@ -82,7 +82,7 @@ class Session:
         return self.turn
 
     def _sampling(self, stream: int) -> Sampling:
-        return Sampling(self.temperature, self.response_length, (self.seed, stream, self._number))
+        return Sampling(self._options.temperature, self._options.response_length, (self.seed, stream, self._number))
 
     def score(self) -> list[float | None]:
         """The score of each answer. Raises: UserError of the score source."""

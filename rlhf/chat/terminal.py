@@ -15,9 +15,7 @@ from rlhf.errors import UserError
 from rlhf.streams import printable
 
 HELP = """\
-/reset               start a new dialogue
-/temperature NUMBER  of the sampling; 0 is greedy
-/length NUMBER       maximum number of tokens of an answer
+/reset       start a new dialogue
 /help, /quit"""
 VOTE = "better: l left, r right, t tie, then Enter; Enter alone is no vote> "
 VOTES: dict[str, Preference] = {"l": "a", "r": "b", "t": "tie"}
@@ -52,19 +50,13 @@ class Terminal:
                     self._print("\n(interrupted; the question is dropped)")
 
     def _obey(self, line: str) -> None:
-        command, _, argument = line.partition(" ")
-        session = self._session
-        if command == "/reset":
-            session.reset()
+        if line == "/reset":
+            self._session.reset()
             self._print("(new dialogue)")
-        elif command == "/temperature":
-            session.temperature = _number(argument, float, 0.0)
-        elif command == "/length":
-            session.response_length = int(_number(argument, int, 1))
-        elif command == "/help":
+        elif line == "/help":
             self._print(HELP)
         else:
-            raise UserError(f"{command}: no such command; /help lists them")
+            raise UserError(f"{line}: no such command; /help lists them")
 
     def _ask(self, line: str) -> None:
         if not line:
@@ -108,13 +100,3 @@ class Terminal:
     def _print(self, text: str, end: str = "\n") -> None:
         self._console.print(text, end=end)
         sys.stdout.flush()
-
-
-def _number(text: str, kind: Callable[[str], float], least: float) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value < float("inf"):
-        raise UserError(f"got '{text}', expected a number of at least {least}")
-    return value

@@ -87,9 +87,8 @@ class Page:
         """The session of a page that was just opened; all share the models."""
         return Session(self._session.models, self._session.policies, self._options)
 
-    def ask(self, session: Session, text: str, temperature: float, length: float) -> Iterator[list[object]]:
+    def ask(self, session: Session, text: str) -> Iterator[list[object]]:
         """The answers as they are written: the dialogue of each side, the input, the status."""
-        session.temperature, session.response_length = float(temperature), int(length)
         try:
             turn = session.ask(text)
         except UserError as error:
@@ -162,10 +161,7 @@ def build(session: Session, options: ChatOptions) -> gr.Blocks:
                     button = gr.Button(text, elem_id=f"vote-{preference}")
                     button.click(page.vote(preference), [state], [*chats, status])  # type: ignore[arg-type]
             new = gr.Button("New dialogue", elem_id="new")
-        with gr.Accordion("Sampling", open=False):
-            temperature = gr.Slider(0, 2, value=session.temperature, step=0.05, label="Temperature")
-            length = gr.Number(session.response_length, precision=0, minimum=1, label="Response length, tokens")
-        message.submit(page.ask, [state, message, temperature, length], [*chats, message, status])
+        message.submit(page.ask, [state, message], [*chats, message, status])
         for clear in (new.click, *(chat.clear for chat in chats)):
             clear(page.reset, [state], [*chats, status])
         # Until then a message would have no session.
