@@ -75,7 +75,7 @@ class Base:
         import torch
 
         from rlhf.config.options import PromptFileOptions
-        from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer, generation_setup
+        from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer
         from rlhf.generation import loop
         from rlhf.hub.short_names import resolve
         from rlhf.text.dialogues import Template
@@ -87,7 +87,7 @@ class Base:
         options = PromptFileOptions(seed=self.seed, response_length=tokens, dtype="fp32", rollout_batch_size=256)
         template, eos = Template(tokenizer), tokenizer.eos_token_id
         prompt_set = PromptSet(options, tokenizer, rows, tuple(template.prompt_ids_many(rows)))
-        lm = generation_setup(prompt_set).load(path).double().lm
+        lm = prompt_set.load(path).double().lm
         config = loop.Config(eos_token_id=eos, pad_token_id=eos)
         texts: list[str] = []
         for batch, uniforms in prompt_set.batches(stream):

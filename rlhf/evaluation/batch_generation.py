@@ -52,36 +52,25 @@ class PromptSet:
             prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts, uniforms(keys, o.response_length, EVALUATION)
 
-
-@dataclass(frozen=True, slots=True)
-class GenerationSetup:
-    """What every policy is loaded, sampled and scored with."""
-
-    prompts: PromptSet
-    device: torch.device
-    dtype: torch.dtype
-
     def load(self, model_path: str) -> Policy:
         """The policy, frozen, on the device. Raises: UserError if there is no such model."""
-        q = self.prompts
-        model = load_causal_lm(model_path, self.dtype, id_count(q.tokenizer), Loading(q.options.seed))
-        return Policy(model).to(self.device).requires_grad_(False)
+        device = collectives.local_device()
+        model = load_causal_lm(model_path, self._dtype(device), id_count(self.tokenizer), Loading(self.options.seed))
+        return Policy(model).to(device).requires_grad_(False)
 
     def backend(self) -> Backend:
         """The generation backend of transformers' models."""
-        t = self.prompts.tokenizer
+        t = self.tokenizer
         return open_backend("loop", eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id)
 
     def source(self, spec: str, micro_batch_size: int) -> rewards.Source:
         """A score source, outside a run."""
-        q = self.prompts
-        context = rewards.Context(q.tokenizer, self.device, self.dtype, "", micro_batch_size)
+        device = collectives.local_device()
+        context = rewards.Context(self.tokenizer, device, self._dtype(device), "", micro_batch_size)
         return rewards.open_source(spec, context)
 
-
-def generation_setup(prompts: PromptSet) -> GenerationSetup:
-    device = collectives.local_device()
-    return GenerationSetup(prompts, device, compute_dtype(EngineOptions(dtype=prompts.options.dtype), device))
+    def _dtype(self, device: torch.device) -> torch.dtype:
+        return compute_dtype(EngineOptions(dtype=self.options.dtype), device)
 
 
 def policy_path(model_path: str) -> str:
@@ -97,17 +86,6 @@ def check_reward_spec(spec: str) -> None:
     name, _, _ = spec.partition(",")
     if name == "learned" and plugins.parse_spec(spec)[1].get("model") is None:
         raise UserError("--reward learned: no reward model is named; write --reward learned,model=DIR")
-
-
-def check_judges(specs: Sequence[str], model: str) -> None:
-    """Raises: UserError for a score source that cannot judge responses in the tokens of a model."""
-    for spec in specs:
-        check_reward_spec(spec)
-    if specs:
-        tokenizer = load_tokenizer(resolve(policy_path(model)))
-        context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, "", 1)
-        for spec in specs:
-            rewards.check_source(spec, context)
 
 
 def require_writable(directory: Path, option: str) -> None:

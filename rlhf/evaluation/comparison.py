@@ -12,11 +12,9 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import (
-    GenerationSetup,
     PromptSet,
     check_reward_spec,
     encode_prompts,
-    generation_setup,
     policy_path,
     require_writable,
 )
@@ -108,18 +106,17 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
 
     Raises: UserError for a model or a score source that fails; NonFiniteError.
     """
-    setup = generation_setup(comparison.prompts)
-    options = comparison.options
-    sources = [setup.source(spec, options.micro_batch_size) for spec in _score_sources(options)]
-    reference = setup.load(comparison.reference)
-    measurement = _Measurement(comparison, setup, reference, sources)
+    prompts, options = comparison.prompts, comparison.options
+    sources = [prompts.source(spec, options.micro_batch_size) for spec in _score_sources(options)]
+    reference = prompts.load(comparison.reference)
+    measurement = _Measurement(comparison, reference, sources)
     responses = {}
     total = len(comparison.policies) * -(-len(comparison.prompts.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
         for name, model_path in comparison.policies.items():
             bar.advance(0, title=name)
             is_reference = Path(model_path).resolve() == Path(comparison.reference).resolve()
-            policy = reference if is_reference else setup.load(model_path)
+            policy = reference if is_reference else prompts.load(model_path)
             responses[name] = _measure(policy, name, measurement, bar)
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
@@ -131,14 +128,13 @@ class _Measurement:
     """What every policy is measured with."""
 
     comparison: Comparison
-    setup: GenerationSetup
     reference: Policy
     sources: list[rewards.Source]
 
 
 def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.Bar) -> Responses:
     o, tokenizer = measurement.comparison.options, measurement.comparison.prompts.tokenizer
-    backend = measurement.setup.backend()
+    backend = measurement.comparison.prompts.backend()
     batches: list[tuple[list[str], list[list[int]], Tensor]] = []
     for prompts, uniforms in measurement.comparison.prompts.batches():
         rollout = backend(policy.lm, prompts, o, uniforms)

@@ -16,7 +16,6 @@ from rlhf.evaluation.batch_generation import (
     PromptSet,
     check_reward_spec,
     encode_prompts,
-    generation_setup,
     policy_path,
     require_writable,
 )
@@ -25,8 +24,6 @@ from rlhf.storage import disk
 from rlhf.text.prompt_file import format_prompt, read_prompts
 from rlhf.types import Message
 
-Sampled = tuple[str, bool, tuple[float, ...]]
-"""a response, whether it ended, and its score by each source"""
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
 """reasons to drop a pair"""
 CURES = {CUT: "raise --response-length", EQUAL: "raise --temperature", TIE: "lower --tie, or name another --reward"}
@@ -35,7 +32,7 @@ CURES = {CUT: "raise --response-length", EQUAL: "raise --temperature", TIE: "low
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One response of a pair, and its score; with several sources, the number that prefer it."""
+    """One response of a pair, and its score if there is a score source."""
 
     text: str
     ended: bool
@@ -76,8 +73,8 @@ def check(options: PairsConfig) -> tuple[list[str], PromptSet]:
 
     Raises: UserError.
     """
-    for spec in _judges(options):
-        check_reward_spec(spec)
+    if options.reward is not None:
+        check_reward_spec(options.reward)
     prompts = read_prompts(str(options.prompts))
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: got no prompt, expected one or more")
@@ -95,47 +92,27 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
 
     Two policies sample with different random numbers.
     """
-    setup = generation_setup(prompt_set)
-    sources = [setup.source(spec, options.rollout_batch_size) for spec in _judges(options)]
-    by_policy: list[list[Sampled]] = []
+    judge = None if options.reward is None else prompt_set.source(options.reward, options.rollout_batch_size)
+    by_policy: list[list[Side]] = []
     total = len(model_paths) * -(-len(prompt_set.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
         for stream, model_path in enumerate(model_paths):
-            policy, backend = setup.load(model_path), setup.backend()
-            batches: list[list[Sampled]] = []
+            policy, backend = prompt_set.load(model_path), prompt_set.backend()
+            batches: list[list[Side]] = []
             for prompts, uniforms in prompt_set.batches(stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 backend.release()
-                scores = [source(samples).tolist() for source in sources]
-                by_row = list(zip(*scores, strict=True)) if scores else [()] * len(prompts)
-                batches.append(list(zip(samples.responses, samples.rollout.ended.tolist(), by_row, strict=True)))
+                scores = [None] * len(prompts) if judge is None else judge(samples).tolist()
+                ended = samples.rollout.ended.tolist()
+                batches.append([Side(*side) for side in zip(samples.responses, ended, scores, strict=True)])
                 bar.advance(len(prompts))
             by_policy.append([side for sides in collectives.of_all_ranks(batches) for side in sides])
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
     prompts_once = [row.prompt for row in prompt_set.rows[:: 2 // len(model_paths)]]
-    pairs = []
-    for prompt, a, b in zip(prompts_once, first, second, strict=True):
-        left, right = labels(a[2], b[2], options.tie)
-        pairs.append(Pair(prompt, (Side(a[0], a[1], left), Side(b[0], b[1], right))))
-    return pairs
-
-
-def _judges(options: PairsConfig) -> list[str]:
-    """The score sources that label."""
-    return [] if options.reward is None else [options.reward, *options.vote]
-
-
-def labels(first: Sequence[float], second: Sequence[float], tie: float) -> tuple[float | None, float | None]:
-    """The numbers that decide between two responses, from the score of each source: the score of a single source, else
-    how many sources prefer each response by more than `tie`; None without a source."""
-    if len(first) < 2:
-        return (*first, None)[0], (*second, None)[0]
-    return (
-        float(sum(a - b > tie for a, b in zip(first, second, strict=True))),
-        float(sum(b - a > tie for a, b in zip(first, second, strict=True))),
-    )
+    sides = zip(first, second, strict=True)
+    return [Pair(prompt, both) for prompt, both in zip(prompts_once, sides, strict=True)]
 
 
 def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[Tree], Counter[str]]:
@@ -148,7 +125,7 @@ def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[Tree], Co
     dropped: Counter[str] = Counter()
     order = random.Random(options.seed)
     for pair in pairs:
-        reason = drop_reason(pair, 0.0 if options.vote else options.tie)
+        reason = drop_reason(pair, options.tie)
         if reason:
             dropped[reason] += 1
         elif options.reward is None:

@@ -11,7 +11,7 @@ class EvaluateConfig(PromptFileOptions):
     policies: tuple[str, ...] = ()
     """two or more: stage directories, model directories, hub ids or short names; the first is the baseline"""
     reference: str | None = None
-    """policy to which KL and perplexity are measured; by default the baseline"""
+    """policy to which KL is measured; by default the baseline"""
     samples: int = Field(2, ge=2)
     """responses of each policy to each prompt; at least 2, as the win rate compares independent samples"""
     select_by: str | None = None
@@ -36,10 +36,8 @@ class PairsConfig(PromptFileOptions):
     reward: str | None = None
     """score source that labels: file.py:function, learned,model=DIR, or another name in rlhf/rewards/; none: the pairs
     are written unlabelled, for a person to fill in"""
-    vote: tuple[str, ...] = ()
-    """more score sources beside --reward: each prefers one response of a pair, and the majority labels it"""
     tie: float = Field(0.0, ge=0)
-    """scores that differ by no more than this are a tie, which is dropped, or a source without a vote"""
+    """scores that differ by no more than this are a tie, which is dropped"""
     margin: bool = False
     """write the difference of the scores as the column margin, which the loss of the reward model then requires"""
     output: str | None = None

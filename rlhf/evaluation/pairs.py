@@ -15,8 +15,8 @@ def check_required(options: PairsConfig) -> None:
     require_prompts(options)
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError(f"--output: got {options.output}, expected a .jsonl file")
-    if options.reward is None and (options.tie or options.margin or options.vote):
-        raise UserError("--tie, --margin and --vote compare scores, but there is no score source; add --reward SOURCE")
+    if options.reward is None and (options.tie or options.margin):
+        raise UserError("--tie and --margin compare scores, but there is no score source; add --reward SOURCE")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf pairs") -> int:

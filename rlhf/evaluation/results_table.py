@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ NOTE = (
     "Intervals are 95 %, over prompts. Score, gain and KL: Student's t of the prompts' means. Win rate: pairs of "
     "different draws, a tie one half, and the t interval with one prompt won and one lost added (after Bonett & Price "
     "2012). At equal length: the win rate by a logistic regression on the difference of lengths (AlpacaEval 2). "
-    "KL: k1, nats per response. Perplexity: per token, under the reference, at the sampling temperature."
+    "KL: k1, nats per response."
 )
 ROUNDING = 1e-9
 """of the largest score: a smaller gain is the rounding of sums"""
@@ -79,8 +78,7 @@ class PolicyResult:
     ended: float
     """share of the responses that ended with EOS"""
     ref_nll: float
-    """negative log-likelihood under the reference; perplexity is its exponential"""
-    perplexity: float
+    """negative log-likelihood under the reference"""
     distinct_2: float
     worth: Interval | None = None
     """the n whose best-of-n of the baseline, by the selector, has this score; at K of K responses it is K or more.
@@ -103,7 +101,6 @@ def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> 
         at_equal_length = length_controlled_win_rate(wins, pair_differences(policy.lengths, baseline.lengths))
         if baseline.selector is not None:
             worth = best_of_n.worth(gains, best_of_n.expected_gains(baseline.selector, baseline.scores))
-    nll = (policy.ref_nll.sum() / policy.lengths.sum()).item()
     return PolicyResult(
         policy=name,
         score=mean_interval(policy.scores.mean(1)),
@@ -114,8 +111,7 @@ def _policy_result(name: str, policy: Responses, baseline: Responses | None) -> 
         kl=mean_interval(policy.kl.mean(1)),
         response_length=policy.lengths.mean().item(),
         ended=policy.ended.mean().item(),
-        ref_nll=nll,
-        perplexity=math.exp(nll) if nll < 700 else math.inf,
+        ref_nll=(policy.ref_nll.sum() / policy.lengths.sum()).item(),
         distinct_2=distinct(policy.tokens, 2),
     )
 
@@ -137,56 +133,29 @@ def distinct(responses: Sequence[Sequence[int]], n: int) -> float:
     return len(set(grams)) / max(1, len(grams))
 
 
-def on_frontier(policy: PolicyResult, others: Sequence[PolicyResult]) -> bool:
-    """Whether no policy has a higher score at the same KL or less, or the same score at less KL."""
-    return not any(
-        (other.kl.mean <= policy.kl.mean and other.score.mean > policy.score.mean)
-        or (other.kl.mean < policy.kl.mean and other.score.mean >= policy.score.mean)
-        for other in others
-    )
-
-
-def tables(results: list[PolicyResult]) -> list[Table]:
-    """(policies in their order, their win rates at equal length, score against KL sorted by KL)."""
+def table(results: Sequence[PolicyResult]) -> Table:
+    """The policies in their order."""
+    best_of = ["best of n of the baseline"] if any(s.worth is not None for s in results) else []
     columns = (
-        "policy", "score", "gain", "win rate", "KL", "length", "ended", "perplexity", "distinct-2",
+        "policy", "score", "gain", "win rate", "at equal length", "KL", "length", "ended", "distinct-2",
+        *best_of,
     )  # fmt: skip
-    rows: list[tuple[str, ...]] = [
+    rows = [
         (
             s.policy,
             _with_half_width(s.score),
             "-" if s.gain is None else _with_half_width(s.gain),
             "-" if s.win_rate is None else f"{s.win_rate.mean:.3f} [{s.win_rate.low:.3f}, {s.win_rate.high:.3f}]",
+            "-" if s.length_controlled_win_rate is None else f"{s.length_controlled_win_rate:.3f}",
             _with_half_width(s.kl),
             f"{s.response_length:.1f}",
             f"{s.ended:.3f}",
-            f"{s.perplexity:.4g}",
             f"{s.distinct_2:.3f}",
-        )
-        for s in results
-    ]
-    by_kl = sorted(results, key=lambda s: s.kl.mean)
-    best_of = ("best of n of the baseline",) if any(s.worth is not None for s in results) else ()
-    frontier: list[tuple[str, ...]] = [
-        (
-            _with_half_width(s.kl),
-            _with_half_width(s.score),
-            "yes" if on_frontier(s, results) else "no",
             *(_samples(s.worth) for _ in best_of),
-            s.policy,
         )
-        for s in by_kl
-    ]
-    controlled: list[tuple[str, ...]] = [
-        (s.policy, f"{s.response_length:.1f}", f"{s.win_rate.mean:.3f}", f"{s.length_controlled_win_rate:.3f}")
         for s in results
-        if s.win_rate is not None
     ]
-    return [
-        (f"against the baseline {results[0].policy}", columns, rows),
-        ("win rate at equal length", ("policy", "length", "win rate", "at equal length"), controlled),
-        ("score against KL", ("KL", "score", "on the frontier", *best_of, "policy"), frontier),
-    ]
+    return f"against the baseline {results[0].policy}", columns, rows
 
 
 def selection_tables(selected: Sequence[Selection], source: str | None) -> list[Table]:
@@ -236,7 +205,7 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
         if r.selector is not None
         for each in selections(name, r.selector, r.scores)
     ]
-    result_tables = tables(results) + selection_tables(selected, comparison.options.select_by)
+    result_tables = [table(results), *selection_tables(selected, comparison.options.select_by)]
     for title, columns, rows in result_tables:
         console.show_table(title, columns, rows)
     console.say(NOTE)
