@@ -5,6 +5,7 @@ The table of a figure has every point that is drawn; the script reads the number
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +24,12 @@ SMOOTH_FROM = 60
 NOISY = 4.0
 """a line is noisy if it goes up and down by this many times its range"""
 COLOURS = 8
-PLUS_MINUS, BOUNDS = "± 95 %", "95 %"
-"""columns of a figure's table: half the interval, and its bounds"""
+Groups = Sequence[tuple[str, int, Sequence[float]]]
+"""(name, colour, values)"""
+PLUS_MINUS = "± 95 %"
+"""column of a figure's table: half the interval"""
+BINS = 24
+"""of a histogram"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +42,6 @@ class Point:
     y_half: float | None = None
     label: str = ""
     """row header in the table; empty: x"""
-    y_bounds: tuple[float, float] | None = None
-    """the interval of y where it is not symmetric"""
-
-    @property
-    def y_range(self) -> tuple[float, float]:
-        """The interval of y; y itself if it has none."""
-        half = self.y_half or 0.0
-        return self.y_bounds or (self.y - half, self.y + half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +59,6 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A vertical line with a name, or a horizontal one."""
-
-    value: float
-    text: str
-    horizontal: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Chart:
     """A figure in the units of the data."""
 
@@ -78,14 +66,10 @@ class Chart:
     x_name: str
     series: tuple[Series, ...]
     unit: str = ""
-    marks: tuple[Mark, ...] = ()
+    level: tuple[float, str] | None = None
+    """a value of y to compare with, and its name"""
     caption: str = ""
-    labels: bool = True
-    """write the name of each series beside it"""
-    x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
-    diagonal: bool = False
-    """the line y = x"""
     wide: bool = False
     most_points: int = MOST_POINTS
     """points of a line that are drawn; the extremes are always among them"""
@@ -135,7 +119,7 @@ class Drawing:
     y_ticks: tuple[Text, ...]
     strokes: tuple[Stroke, ...]
     dots: tuple[tuple[float, float, int], ...]
-    marks: tuple[tuple[Stroke, Text], ...]
+    level: tuple[Stroke, Text] | None
     labels: tuple[Text, ...]
     columns: tuple[str, ...]
     rows: tuple[TableRow, ...]
@@ -183,6 +167,24 @@ def running_mean(points: Sequence[Point]) -> list[Point]:
     return means
 
 
+def histogram(title: str, x_name: str, groups: Groups, wide: bool = False) -> Chart | None:
+    """Counts of the finite values of each group, in equal bins over all of them; None without values."""
+    values = [value for _, _, group in groups for value in group if math.isfinite(value)]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    size = (high - low) / BINS or 1 / BINS
+    series = []
+    for name, colour, group in groups:
+        counts = [0] * BINS
+        for value in filter(math.isfinite, group):
+            counts[min(BINS - 1, int((value - low) / size))] += 1
+        bars = [Point(low + n * size, float(count)) for n, count in enumerate([*counts, 0])]
+        series.append(Series(name, tuple(bars), colour, "steps"))
+    most = max(point.y for each in series for point in each.points)
+    return Chart(title, x_name, tuple(series), "count", y_range=(0.0, 1.2 * most), wide=wide)
+
+
 def draw(chart: Chart) -> Drawing | None:
     """The figure in pixels; None if it has no points."""
     series = [
@@ -194,7 +196,7 @@ def draw(chart: Chart) -> Drawing | None:
         return None
     x_scale, y_scale = _ranges(chart, [point for _, points in series for point in points])
     width = WIDE if chart.wide else WIDTH
-    named = [each.name for each, _ in series if each.kind != "steps"] if chart.labels and len(series) > 1 else []
+    named = [each.name for each, _ in series if each.kind != "steps"] if len(series) > 1 else []
     right = width - max([RIGHT, *(8 + CHARACTER * len(name) for name in named)])
     scale = _Scale(x_scale, y_scale, right)
     strokes: list[Stroke] = []
@@ -203,22 +205,16 @@ def draw(chart: Chart) -> Drawing | None:
         strokes += _strokes(each, points, scale)
         if each.kind == "dots" or each.dots or len(points) == 1 or _measured(points):
             dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
-    if chart.diagonal:
-        low, high = max(x_scale[0], y_scale[0]), min(x_scale[1], y_scale[1])
-        strokes.insert(0, Stroke(_path([(scale.x(low), scale.y(low)), (scale.x(high), scale.y(high))]), 0, "level"))
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
     bars = [(each, points) for each, points in series if each.kind == "steps"]
-    labels = [
-        *_spread(ends, right),
-        *_peaks(bars if len(bars) > 1 else [], scale),
-    ]
+    labels = [*_spread(ends, right), *_peaks(bars if len(bars) > 1 else [], scale)]
     columns, rows = _table(chart, series)
     first, last = series[0][1][0], series[0][1][-1]
     return Drawing(
         chart=chart, width=width, height=HEIGHT, right=right, x_scale=x_scale, y_scale=y_scale,
         x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, text) for t, text in tick_labels(ticks(*x_scale, 5))),
         y_ticks=tuple(Text(LEFT - 8, scale.y(t), text) for t, text in tick_labels(ticks(*y_scale, 5))),
-        strokes=tuple(strokes), dots=tuple(dots), marks=tuple(_marks(chart, scale)), labels=tuple(labels),
+        strokes=tuple(strokes), dots=tuple(dots), level=_level(chart, scale), labels=tuple(labels),
         columns=columns, rows=rows,
         summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "
         f"to {short(last.y)} at {chart.x_name} {short(last.x)}",
@@ -244,9 +240,9 @@ class _Scale:
 
 def _ranges(chart: Chart, points: Sequence[Point]) -> tuple[tuple[float, float], tuple[float, float]]:
     xs = [value for p in points for value in (p.x - (p.x_half or 0), p.x + (p.x_half or 0))]
-    ys = [value for p in points for value in p.y_range]
-    ys += [mark.value for mark in chart.marks if mark.horizontal]
-    return chart.x_range or _wide(xs, 0.0), chart.y_range or _wide(ys, 0.06)
+    ys = [value for p in points for value in (p.y - (p.y_half or 0), p.y + (p.y_half or 0))]
+    ys += [chart.level[0]] if chart.level else []
+    return _wide(xs, 0.0), chart.y_range or _wide(ys, 0.06)
 
 
 def _wide(values: Sequence[float], margin: float) -> tuple[float, float]:
@@ -277,41 +273,29 @@ def _strokes(series: Series, points: Sequence[Point], scale: _Scale) -> Iterable
     elif series.kind in ("line", "path"):
         yield Stroke(_path(pixels), series.colour, "line")
     for (x, y), point in zip(pixels, points, strict=True):
-        if point.y_half or point.y_bounds:
-            ends = [(x, scale.y(value)) for value in point.y_range]
+        if point.y_half:
+            ends = [(x, scale.y(point.y - point.y_half)), (x, scale.y(point.y + point.y_half))]
             yield Stroke(_path(ends), series.colour, "whisker")
         if point.x_half:
             ends = [(scale.x(point.x - point.x_half), y), (scale.x(point.x + point.x_half), y)]
             yield Stroke(_path(ends), series.colour, "whisker")
 
 
-def _interval_cell(point: Point | None) -> str:
-    if point is None:
-        return ""
-    return cell(point.y_half) if point.y_bounds is None else f"[{cell(point.y_bounds[0])}, {cell(point.y_bounds[1])}]"
-
-
 def _measured(points: Sequence[Point]) -> bool:
     """Whether points have intervals; then they are few, and each is drawn as a dot."""
-    return any(point.y_half is not None or point.y_bounds is not None for point in points)
+    return any(point.y_half is not None for point in points)
 
 
 def _path(pixels: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in pixels)
 
 
-def _marks(chart: Chart, scale: _Scale) -> Iterable[tuple[Stroke, Text]]:
-    for mark in chart.marks:
-        if mark.horizontal:
-            y = scale.y(mark.value)
-            line = _path([(LEFT, y), (scale.right, y)])
-            yield Stroke(line, 0, "level"), Text(scale.right - 4, y - 5, mark.text, anchor="end")
-        else:
-            x = scale.x(mark.value)
-            late = x > (LEFT + scale.right) / 2
-            line = _path([(x, TOP), (x, HEIGHT - BOTTOM)])
-            yield Stroke(line, 0, "mark"), Text(x - 5 if late else x + 5, TOP + 11, mark.text,
-                                                anchor="end" if late else "start")  # fmt: skip
+def _level(chart: Chart, scale: _Scale) -> tuple[Stroke, Text] | None:
+    if chart.level is None:
+        return None
+    y = scale.y(chart.level[0])
+    text = Text(scale.right - 4, y - 5, chart.level[1], anchor="end")
+    return Stroke(_path([(LEFT, y), (scale.right, y)]), 0, "level"), text
 
 
 def _spread(ends: Sequence[tuple[float, Series]], right: float) -> list[Text]:
@@ -350,9 +334,8 @@ def _table(
     has_interval = [_measured(points) for _, points in series]
     own_x = any(point.label for _, points in series for point in points)
     columns = [chart.x_name if not own_x else "", *([chart.x_name] if own_x else [])]
-    for (each, points), interval in zip(series, has_interval, strict=True):
-        bounds = any(point.y_bounds for point in points)
-        columns += [each.name, *([BOUNDS if bounds else PLUS_MINUS] if interval else [])]
+    for (each, _), interval in zip(series, has_interval, strict=True):
+        columns += [each.name, *([PLUS_MINUS] if interval else [])]
     order = by_header.items() if own_x else sorted(by_header.items(), key=lambda item: item[0][0])
     rows = []
     for (x, header), values in order:
@@ -360,6 +343,6 @@ def _table(
         for number, interval in enumerate(has_interval):
             own = values.get(number)
             cells.append("" if own is None else cell(own.y))
-            cells += [_interval_cell(own)] if interval else []
+            cells += ["" if own is None else cell(own.y_half)] if interval else []
         rows.append(TableRow(x, header, tuple(cells)))
     return tuple(columns), tuple(rows)

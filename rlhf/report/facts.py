@@ -14,21 +14,8 @@ OUTCOMES = {"train": "used for training", "evaluation": "held out for evaluation
 """words for two outcomes of data.json; the others are words already"""
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """One line of a table."""
-
-    name: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of `rows` rows."""
-
-    name: str
-    rows: int
-    share: float
+Fact = tuple[str, str]
+"""name and value: a line of a table"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,45 +24,36 @@ class DataAccount:
 
     stage: str
     rows: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[tuple[str, int, float], ...]
+    """(what became of them, rows, their share)"""
     sources: tuple[tuple[str, int, int, int], ...]
     """(data path, rows read, rows to train on, tokens of these)"""
     shortened: int
 
 
 def stage_facts(stage: StageRecord) -> list[Fact]:
-    """Time, hardware, models, data and main options of a stage."""
+    """Time, hardware and models of a stage."""
     manifest = stage.manifest or {}
-    facts = [Fact("time", f"{duration(stage.seconds)}, {stage.steps:,} steps" + ("" if manifest else ", unfinished"))]
+    facts = [("time", f"{duration(stage.seconds)}, {stage.steps:,} steps" + ("" if manifest else ", unfinished"))]
     peaks = [float(row["peak_memory_gb"]) for row in stage.values("peak_memory_gb")]
     if peaks:
-        facts.append(Fact("peak memory", f"{size(1e9 * max(peaks))} of one process"))
+        facts.append(("peak memory", f"{size(1e9 * max(peaks))} of one process"))
     hardware = manifest.get("hardware", {})
     if hardware:
-        facts.append(Fact("hardware", _hardware(hardware)))
+        facts.append(("hardware", _hardware(hardware)))
     for name, source in manifest.get("inputs", {}).items():
         path = str(source["path"])
         own = f"{stage.directory.parent.resolve()}/"  # another stage of the same run
-        facts.append(Fact(name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
+        facts.append((name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
     if manifest.get("models"):
-        facts.append(Fact("wrote", ", ".join(f"{stage.directory.name}/{folder}" for folder in manifest["models"])))
-    return facts + _options(stage)
+        facts.append(("wrote", ", ".join(f"{stage.directory.name}/{folder}" for folder in manifest["models"])))
+    return facts
 
 
 def _hardware(hardware: Mapping[str, object]) -> str:
     """`2 processes on NVIDIA H200`"""
     processes = hardware.get("processes", 1)
     return f"{processes} process{'es' if processes != 1 else ''} on {hardware.get('device')}"
-
-
-def _options(stage: StageRecord) -> list[Fact]:
-    """The options that the stage's own `--help` lists, and the data."""
-    options = masked(stage.config)
-    listed = [name.replace("-", "_") for group in stage.declaration.help_groups.values() for name in group]
-    inputs = (stage.manifest or {}).get("inputs", {})
-    names = [*(name for name in listed if name not in inputs), "data_path", "dtype", "zero_stage", "adapter", "seed"]
-    used = [name for name in dict.fromkeys(names) if options.get(name) is not None]
-    return [Fact(name.replace("_", " "), _text(options[name])) for name in used]
 
 
 def all_options(stage: StageRecord) -> str:
@@ -90,7 +68,7 @@ def versions(runs: Sequence[RunRecord]) -> list[Fact]:
         for stage in run.stages:
             for library, version in (stage.manifest or {}).get("versions", {}).items():
                 by_library.setdefault(library, {})[str(version)] = None
-    return [Fact(library, " and ".join(different)) for library, different in by_library.items()]
+    return [(library, " and ".join(different)) for library, different in by_library.items()]
 
 
 def data_account(stage: StageRecord) -> DataAccount | None:
@@ -107,13 +85,7 @@ def data_account(stage: StageRecord) -> DataAccount | None:
     return DataAccount(
         stage=stage.directory.name,
         rows=rows,
-        outcomes=tuple(Outcome(OUTCOMES.get(name, name), n, n / max(1, rows)) for name, n in total.most_common()),
+        outcomes=tuple((OUTCOMES.get(name, name), n, n / max(1, rows)) for name, n in total.most_common()),
         sources=tuple((str(s.get("data_path")), int(s.get("rows", 0)), int(n), int(tokens)) for s, n, tokens in counts),
         shortened=int(train.get("shortened", 0)),
     )
-
-
-def _text(value: object) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

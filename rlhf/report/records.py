@@ -59,8 +59,6 @@ class RunRecord:
     name: str
     path: Path
     stages: tuple[StageRecord, ...]
-    config: Tree
-    """options of the whole run, if a chain has written them"""
 
     def stage(self, name: str) -> StageRecord | None:
         """The stage of that name, if the run has it."""
@@ -90,7 +88,7 @@ def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> Run
             f"{path}: no stage has recorded metrics there; expected the --output-dir of a run, with one of {folders} "
             "and its metrics.jsonl"
         )
-    return RunRecord(name, path, recorded, _yaml(path / manifests.RUN_CONFIG))
+    return RunRecord(name, path, recorded)
 
 
 def read_stage(directory: Path, declaration: Declaration) -> StageRecord:

@@ -1,15 +1,12 @@
-"""Held-out responses before and after, side by side: which of them fit into the page, and their numbers."""
+"""Held-out responses before and after, side by side, and their numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from markupsafe import escape
-
-from rlhf.pages.page import visible
 from rlhf.report.records import Row, StageRecord, number
 
-BUDGET = 700_000
-"""bytes of all samples of a page: the page stays below 2 MB"""
+MOST = 300
+"""samples of a page"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,12 @@ class SampleTable:
     """labels of the numbers"""
     samples: tuple[Sample, ...]
     total: int
-    """samples before the choice of those that fit"""
+    """samples before the choice of MOST"""
 
 
 def sample_table(stages: Sequence[tuple[int, str, StageRecord]]) -> SampleTable:
-    """The samples of the last evaluation of each run; with too many, those with the largest gains and losses of the
-    first number, and evenly spaced ones between."""
+    """The samples of the last evaluation of each run; with too many, evenly spaced ones in the order of the gain of
+    the first number."""
     labels: dict[str, str] = {}
     for _, _, record in stages:
         for result in record.declaration.report.results:
@@ -63,7 +60,7 @@ def sample_table(stages: Sequence[tuple[int, str, StageRecord]]) -> SampleTable:
         for colour, run, record in stages
         for row in record.samples
     ]
-    return SampleTable(tuple(labels.values()), tuple(_fitting(samples)), len(samples))
+    return SampleTable(tuple(labels.values()), tuple(_by_gain(samples)), len(samples))
 
 
 def _sample(row: Row, colour: int, run: str, names: Sequence[str], distance: str) -> Sample:
@@ -80,30 +77,13 @@ def _sample(row: Row, colour: int, run: str, names: Sequence[str], distance: str
     )
 
 
-def _fitting(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, sorted by gain, that fit into BUDGET: the outermost, the middle, then the middles between them."""
-    ordered = sorted(samples, key=_gain)
-    chosen: list[int] = []
-    size = 0
-    for index in _outside_in(len(ordered)):
-        sample = ordered[index]
-        texts = (sample.question, sample.prompt, sample.before, sample.after)
-        size += 600 + sum(len(escape(visible(text)).encode("utf-8", "backslashreplace")) for text in texts)
-        if size > BUDGET:
-            break
-        chosen.append(index)
-    return [ordered[index] for index in sorted(chosen, reverse=True)]
+def _by_gain(samples: Sequence[Sample]) -> list[Sample]:
+    """MOST samples, evenly spaced in the order of their gains: those with the largest gain and loss are among them."""
+    ordered = sorted(samples, key=_gain, reverse=True)
+    last = len(ordered) - 1
+    return [ordered[n * last // (MOST - 1)] for n in range(MOST)] if last >= MOST else ordered
 
 
 def _gain(sample: Sample) -> float:
     gains = [each.gain for each in sample.numbers if each.gain is not None]
     return gains[0] if gains else 0.0
-
-
-def _outside_in(count: int) -> list[int]:
-    """The numbers below `count`: for each number one from the top, one from the bottom, and one evenly spaced."""
-    order: dict[int, None] = {}
-    for n in range((count + 1) // 2):
-        # the golden ratio spreads any number of points evenly over the range
-        order |= dict.fromkeys((count - 1 - n, n, int(n * 0.6180339887 % 1 * count)))
-    return [*order]

@@ -165,7 +165,7 @@ def judge(run: RunRecord) -> Verdict:
 def stage_verdict(directory: Path, declaration: Declaration) -> str:
     """The verdict on one finished stage in words: the headline, the evidence, and what weakens it."""
     stage = read_stage(directory, declaration)
-    verdict = judge(RunRecord(directory.parent.name, directory.parent, (stage,), {}))
+    verdict = judge(RunRecord(directory.parent.name, directory.parent, (stage,)))
     return "\n\n".join([verdict.headline, *verdict.evidence, *(f"But: {caution}" for caution in verdict.cautions)])
 
 

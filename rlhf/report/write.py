@@ -7,13 +7,12 @@ from pathlib import Path
 from rlhf.config.declaration import Declaration
 from rlhf.console import duration
 from rlhf.pages import page
-from rlhf.pages.charts import COLOURS, Chart, is_smoothed
-from rlhf.pages.histogram import histogram
+from rlhf.pages.charts import COLOURS, Chart, histogram, is_smoothed
 from rlhf.report import facts, figures, seal
 from rlhf.report.figures import Figure
 from rlhf.report.invariants import Checked, invariants
 from rlhf.report.meanings import Meaning, read_meanings
-from rlhf.report.records import RunRecord, StageRecord, read_runs
+from rlhf.report.records import Row, RunRecord, read_runs
 from rlhf.report.samples import SampleTable, sample_table
 from rlhf.report.taught import Taught, taught
 from rlhf.report.verdict import Change, Verdict, changes, judge
@@ -50,10 +49,9 @@ class StageFigures:
 
     name: str
     title: str
-    frontiers: tuple[Figure, ...]
-    pair_scores: tuple[Figure, ...]
+    wide: tuple[Figure, ...]
+    """reward against KL, scores of pairs"""
     curves: tuple[Figure, ...]
-    constants: tuple[tuple[str, float], ...]
 
     @property
     def has_means(self) -> bool:
@@ -61,17 +59,8 @@ class StageFigures:
         return any(is_smoothed(series) for figure in self.curves for series in figure.chart.series)
 
 
-@dataclass(frozen=True, slots=True)
-class WarningRow:
-    """A warning of a run, and what it means."""
-
-    run: str
-    stage: str
-    name: str
-    step: int
-    numbers: tuple[tuple[str, float | None], ...]
-    advice: str
-    meaning: Meaning | None
+WarningRow = tuple[str, str, Row, Meaning | None]
+"""(run, stage, its row of metrics.jsonl, what it means)"""
 
 
 def write_report(paths: Sequence[str], output: Path, declarations: Sequence[Declaration]) -> None:
@@ -109,7 +98,10 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
         warnings=warnings[:MOST_WARNINGS],
         warning_count=len(warnings),
         accounts=[(run.name, [facts.data_account(stage) for stage in run.stages]) for run in runs],
-        facts=[(run.name, [_stage_facts(stage) for stage in run.stages]) for run in runs],
+        facts=[
+            (run.name, [(s.directory.name, facts.stage_facts(s), facts.all_options(s)) for s in run.stages])
+            for run in runs
+        ],
         versions=facts.versions(runs),
     )
 
@@ -127,10 +119,8 @@ def _stage_figures(stages: figures.Stages, declaration: Declaration) -> StageFig
     return StageFigures(
         name=declaration.name,
         title=declaration.report.section.partition(", ")[2].capitalize() or declaration.name,
-        frontiers=tuple(figures.frontiers(stages, declaration)),
-        pair_scores=tuple(figures.reward_model(stages)),
+        wide=(*figures.frontiers(stages, declaration), *figures.pair_scores(stages)),
         curves=tuple(figures.curves(stages, declaration, x_name)),
-        constants=tuple(figures.constants(stages, declaration)),
     )
 
 
@@ -150,23 +140,9 @@ def _sample_figures(samples: SampleTable) -> list[Chart]:
     return charts
 
 
-def _stage_facts(stage: StageRecord) -> tuple[str, list[facts.Fact], str]:
-    return stage.directory.name, facts.stage_facts(stage), facts.all_options(stage)
-
-
 def _warnings(runs: Sequence[RunRecord]) -> Iterable[WarningRow]:
     meanings = read_meanings()
     for run in runs:
         for stage in run.stages:
             for row in stage.of_kind("warning"):
-                name = str(row.get("name", ""))
-                numbers = row.get("numbers")
-                yield WarningRow(
-                    run=run.name,
-                    stage=stage.directory.name,
-                    name=name,
-                    step=int(row.get("step", 0)),
-                    numbers=tuple(numbers.items()) if isinstance(numbers, dict) else (),
-                    advice=str(row.get("advice", "")),
-                    meaning=meanings.get(name),
-                )
+                yield run.name, stage.directory.name, row, meanings.get(str(row.get("name")))

@@ -18,9 +18,8 @@ import pytest
 
 from rlhf.chat.options import ChatOptions
 from rlhf.chat.responses import Generation, Sampling
-from rlhf.config import option_names, parser
+from rlhf.config import option_names
 from rlhf.types import Message
-from step2_reward.config import RewardConfig
 from tests.support import chat_runs
 
 PAGE = (Path(__file__).parents[2] / "docs/chat.md").read_text(encoding="utf-8")
@@ -80,14 +79,6 @@ def test_transformers_serves_a_saved_policy(tmp_path: Path) -> None:
     assert len(texts[prompt].split()) > 3
     with running(command, tmp_path) as url:
         assert answer(url, "runs/mine/step3_ppo/actor", prompt, tmp_path) == texts[prompt]
-
-
-def test_its_commands_are_accepted() -> None:
-    configs = {"chat": ChatOptions, "reward": RewardConfig}
-    lines = re.findall(r"^rlhf (\w+) (.*)$", PAGE, re.MULTILINE)
-    assert len(lines) == 4
-    for verb, words in lines:
-        parser.parse(configs[verb], shlex.split(words, comments=True), f"rlhf {verb}", "")
 
 
 def test_the_page_names_existing_options() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import memory
 from benchmarks import ppo as bench_ppo
 from benchmarks import reward as bench_reward
 from benchmarks import rollout as bench_rollout
@@ -16,6 +17,8 @@ from benchmarks import sft as bench_sft
 from data.preview.command import PreviewConfig
 from rlhf import plugins
 from rlhf.chain import command as train
+from rlhf.chain.report import ReportConfig
+from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
@@ -23,6 +26,7 @@ from rlhf.evaluation.pairs import PairsConfig
 from rlhf.launch.supervisor import EXPLAINED
 from step1_sft import __main__ as sft
 from step2_reward import __main__ as reward
+from step2_reward.config import RewardConfig
 from step2_reward.evaluation_options import EvaluateRewardConfig
 from step3_ppo import __main__ as ppo
 
@@ -43,6 +47,10 @@ CONFIGS: dict[str, Any] = {
     "rlhf evaluate-reward": EvaluateRewardConfig,
     "rlhf pairs": PairsConfig,
     "rlhf chat": ChatOptions,
+    "rlhf report": ReportConfig,
+    "rlhf verify": VerifyConfig,
+    "rlhf reward": RewardConfig,
+    "benchmarks.memory": memory.Options,
     "benchmarks.sft": bench_sft.Options,
     "benchmarks.reward": bench_reward.Options,
     "benchmarks.ppo": bench_ppo.Options,
@@ -53,9 +61,13 @@ MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.ma
 
 def commands() -> list[str]:
     """Every line of code that starts as a command does, with what a backslash continues."""
-    pages = [*READMES, ROOT / "docs/online_preferences.md"]
+    pages = [
+        *READMES,
+        *(ROOT / f"docs/{name}.md" for name in ("online_preferences", "chat", "evaluate", "report", "scaling")),
+    ]
     lines = [line for path in pages for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()]
     code = [line.strip().removeprefix("$ ").split("  #")[0] for line in lines if not line.startswith(("|", "#"))]
+    code = [re.sub(r"^rlhf (?=[a-z-]+ [\w-])", "python -m rlhf ", line) for line in code]
     code = [re.sub(r"^([A-Z0-9_]+=\S+ )+(?=python)", "", line) for line in code]  # variables before the command
     return sorted({line for line in code if re.match(r"(python|torchrun|make) [\w-]", line)})
 
