@@ -21,12 +21,13 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evalu
     words = console.words(argv)
     options = read_options(EvaluateRewardConfig, words, program, "Evaluate reward models on pairs.", check_required)
     from rlhf.engine.nonfinite import NonFiniteError
+    from rlhf.evaluation.batch_generation import require_output
     from rlhf.launch.supervisor import NON_FINITE
     from rlhf.training.stage_process import give_up
     from step2_reward import pair_scores, reward_results
 
     try:
-        reward_results.require_output(options)
+        require_output(options.output, options.overwrite)
         reward_results.report_results(options, pair_scores.score_models(options))
     except NonFiniteError as error:
         give_up(f"error: {error}", NON_FINITE)

@@ -12,8 +12,7 @@ from torch.nn.functional import logsigmoid
 from rlhf import console
 from rlhf.config import Tree
 from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import require_writable
-from rlhf.evaluation.comparison import RESULTS
+from rlhf.evaluation.batch_generation import RESULTS
 from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
@@ -220,17 +219,6 @@ def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]
             "versions": manifests.versions(),
         }
         _write(Path(options.output), content, markdown(result_tables, NOTE))
-
-
-def require_output(options: EvaluateRewardConfig) -> None:
-    """Create the output directory. Raises: UserError if it has results already, or is not writable."""
-    if options.output is None:
-        return
-    require_writable(Path(options.output), f"--output {options.output}")
-    if (Path(options.output) / RESULTS).exists() and not options.overwrite:
-        raise UserError(
-            f"--output {options.output}: has a {RESULTS} already; name another directory, or add --overwrite"
-        )
 
 
 def _provenance(model: str) -> Tree:

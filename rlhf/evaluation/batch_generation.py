@@ -26,6 +26,8 @@ from rlhf.text.messages import unread
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
 
+RESULTS = "results.json"
+
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
@@ -86,6 +88,16 @@ def check_reward_spec(spec: str) -> None:
     name, _, _ = spec.partition(",")
     if name == "learned" and plugins.parse_spec(spec)[1].get("model") is None:
         raise UserError("--reward learned: no reward model is named; write --reward learned,model=DIR")
+
+
+def require_output(folder: str | None, overwrite: bool) -> None:
+    """Create the directory of --output, if there is one. Raises: UserError if it has results already, or is not
+    writable."""
+    if folder is None:
+        return
+    require_writable(Path(folder), f"--output {folder}")
+    if (Path(folder) / RESULTS).exists() and not overwrite:
+        raise UserError(f"--output {folder}: has a {RESULTS} already; name another directory, or add --overwrite")
 
 
 def require_writable(directory: Path, option: str) -> None:

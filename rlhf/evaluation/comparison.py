@@ -16,15 +16,13 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     policy_path,
-    require_writable,
+    require_output,
 )
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.maths import ops
 from rlhf.models.policy import Policy
 from rlhf.text.prompt_file import different, read_prompts
 from rlhf.types import SampledRollout, length_groups
-
-RESULTS = "results.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +70,13 @@ def check(options: EvaluateConfig) -> Comparison:
     policies = {_name(options.policies, i): policy_path(policy) for i, policy in enumerate(options.policies)}
     reference = policy_path(options.reference) if options.reference is not None else next(iter(policies.values()))
     prompt_set = encode_prompts(prompts, [reference, *policies.values()], options, options.samples)
-    _require_output(options)
+    require_output(options.output, options.overwrite)
     return Comparison(options, policies, reference, prompt_set)
 
 
 def _score_sources(options: EvaluateConfig) -> list[str]:
     """The judge, and the source that selects if there is one."""
     return [str(options.reward), *([] if options.select_by is None else [options.select_by])]
-
-
-def _require_output(options: EvaluateConfig) -> None:
-    """Create the output directory. Raises: UserError if it has results already, or is not writable."""
-    if options.output is None:
-        return
-    output = Path(options.output)
-    try:
-        exists = (output / RESULTS).exists()
-    except OSError:
-        exists = False  # require_writable reports what is wrong with the directory
-    if exists and not options.overwrite:
-        raise UserError(f"--output {output}: has a {RESULTS} already; name another directory, or add --overwrite")
-    require_writable(output, f"--output {output}")
 
 
 def _name(names: tuple[str, ...], number: int) -> str:

@@ -13,7 +13,8 @@ from rlhf import console
 from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.evaluation.comparison import RESULTS, Comparison, Responses
+from rlhf.evaluation.batch_generation import RESULTS
+from rlhf.evaluation.comparison import Comparison, Responses
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
 from rlhf.maths.length_control import length_controlled_win_rate

@@ -46,12 +46,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line, one group of dots, or the outline of a histogram; `colour` is a number below COLOURS."""
+    """One line, or the outline of a histogram; `colour` is a number below COLOURS."""
 
     name: str
     points: tuple[Point, ...]
     colour: int = 0
-    kind: Literal["line", "dots", "path", "steps"] = "line"
+    kind: Literal["line", "path", "steps"] = "line"
     """path: connects the points in their order, for lines that turn back in x; steps: each point is the left edge of a
     bar, and the last one the right edge of the figure"""
     dots: bool = False
@@ -203,7 +203,7 @@ def draw(chart: Chart) -> Drawing | None:
     dots: list[tuple[float, float, int]] = []
     for each, points in series:
         strokes += _strokes(each, points, scale)
-        if each.kind == "dots" or each.dots or len(points) == 1 or _measured(points):
+        if each.dots or len(points) == 1 or _measured(points):
             dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
     bars = [(each, points) for each, points in series if each.kind == "steps"]
