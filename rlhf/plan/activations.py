@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.models.policy import Entropy
 from rlhf.plan import sizes
@@ -117,23 +116,12 @@ def training(model_path: str, head: Head, setup: Setup, shape: PassShape) -> Act
 
     The largest peak is where the backward pass leaves the head, or (with short rows and a large vocabulary) where
     it reaches the embeddings. The first grows by the same number of bytes with each layer, the second is constant.
-    Raises: UserError for an adapter whose passes depend on the values of its weights, or reach no layer's output.
     """
     config = sizes.resized_config(model_path, setup)
-    try:
-        (few, embeddings), (more, _) = (
-            _training_peaks(
-                *_fake_model(with_layers(config, count), head, setup, shape.dtype, shape.checkpointing), head, shape
-            )
-            for count in TRACED
-        )
-    except (RuntimeError, KeyError):
-        if setup.adapter is None:
-            raise
-        raise UserError(
-            f"--adapter {setup.adapter}: the plan cannot trace its passes without weights; plan with --adapter lora, "
-            "which needs about as much memory, and leave --zero-stage auto out"
-        ) from None
+    models = (
+        _fake_model(with_layers(config, count), head, setup, shape.dtype, shape.checkpointing) for count in TRACED
+    )
+    (few, embeddings), (more, _) = (_training_peaks(model, mode, head, shape) for model, mode in models)
     layers = sizes.size(model_path, head, setup).layers
     return Activations(few + (more - few) * (layers - TRACED[0]), embeddings)
 

@@ -20,7 +20,6 @@ from rlhf.report.verdict import Change, Verdict, changes, judge
 TEMPLATE = Path(__file__).parent / "report.html.jinja"
 SHOWN_SAMPLES = 20
 """rows of the sample table before the button for more"""
-MOST_WARNINGS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,6 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
     by_stage = {each.name: figures.stages_of(runs, each) for each in declared}
     samples = sample_table([stage for each in declared for stage in by_stage[each.name]])
     stage_figures = [_stage_figures(by_stage[each.name], each) for each in declared]
-    warnings = list(_warnings(runs))
     sections = [("verdict", "Verdict"), *((each.name, each.title) for each in stage_figures[::-1])]
     sections += [("samples", "Samples")] if samples.samples else []
     sections += [("warnings", "Warnings"), ("data", "Data"), ("run", "What was run")]
@@ -95,8 +93,7 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
         samples=samples,
         sample_figures=_sample_figures(samples),
         shown_samples=SHOWN_SAMPLES,
-        warnings=warnings[:MOST_WARNINGS],
-        warning_count=len(warnings),
+        warnings=[*_warnings(runs)],
         accounts=[(run.name, [facts.data_account(stage) for stage in run.stages]) for run in runs],
         facts=[
             (run.name, [(s.directory.name, facts.stage_facts(s), facts.all_options(s)) for s in run.stages])

@@ -20,7 +20,7 @@ from rlhf.report import meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import MOST, sample_table
 from rlhf.report.verdict import changes, judge, stage_verdict
-from rlhf.report.write import MOST_WARNINGS, render_report
+from rlhf.report.write import render_report
 from rlhf.storage.manifests import METRICS_VERSION
 from tests.support import programs, recorded_runs
 
@@ -238,10 +238,6 @@ def test_warnings_have_their_meaning_and_cure(tmp_path: Path) -> None:
     meaning = meanings.read_meanings()["over_optimisation"].meaning
     assert re.sub("`", "", meaning) in page.text
     assert "What to do: raise <it>." in page.text and "eval_judge 0.25" in page.text
-    with (out / "step3_ppo/metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(row | {"step": step, "numbers": {}}) + "\n" for step in range(5, 5 + MOST_WARNINGS))
-    text = Reader(rendered(out)).text
-    assert f"{MOST_WARNINGS + 1} warnings during training" in text and f"The first {MOST_WARNINGS}; the others" in text
 
 
 def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
