@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from rlhf.pages.numbers import cell, short, tick_labels, ticks
 
 WIDTH, WIDE, HEIGHT = 380, 560, 230
@@ -169,17 +171,15 @@ def running_mean(points: Sequence[Point]) -> list[Point]:
 
 def histogram(title: str, x_name: str, groups: Groups, wide: bool = False) -> Chart | None:
     """Counts of the finite values of each group, in equal bins over all of them; None without values."""
-    values = [value for _, _, group in groups for value in group if math.isfinite(value)]
+    finite = [(name, colour, [*filter(math.isfinite, group)]) for name, colour, group in groups]
+    values = [value for _, _, group in finite for value in group]
     if not values:
         return None
-    low, high = min(values), max(values)
-    size = (high - low) / BINS or 1 / BINS
+    edges = np.histogram_bin_edges(values, BINS)
     series = []
-    for name, colour, group in groups:
-        counts = [0] * BINS
-        for value in filter(math.isfinite, group):
-            counts[min(BINS - 1, int((value - low) / size))] += 1
-        bars = [Point(low + n * size, float(count)) for n, count in enumerate([*counts, 0])]
+    for name, colour, group in finite:
+        counts = [*np.histogram(group, edges)[0], 0]
+        bars = [Point(float(edge), float(count)) for edge, count in zip(edges, counts, strict=True)]
         series.append(Series(name, tuple(bars), colour, "steps"))
     most = max(point.y for each in series for point in each.points)
     return Chart(title, x_name, tuple(series), "count", y_range=(0.0, 1.2 * most), wide=wide)
