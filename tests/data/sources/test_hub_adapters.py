@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 
+from data.read.dialogues import parse_transcript
 from data.read.records import Phase, Skipped, Unusable
-from data.sources import _table, helpsteer
+from data.sources import _parsers as parsers
+from data.sources import _table
 from rlhf.errors import UserError
 from rlhf.plugins import build
 from rlhf.types import Message, Row
+
+HH = Path(__file__).parents[4] / "shared/data/hh-rlhf"
 
 
 def say(*turns: str) -> tuple[Message, ...]:
@@ -31,27 +35,67 @@ def pairs(result: list[Row | Skipped]) -> list[tuple[str | None, str | None] | s
     return [(row.response, row.rejected) if isinstance(row, Row) else row.reason for row in result]
 
 
+# --- whole dialogues
+
+
+def transcript(*turns: str) -> str:
+    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {text}" for i, text in enumerate(turns))
+
+
+def test_the_turns_of_a_transcript() -> None:
+    text = "\n\nHuman: One?\n\nHuman: two \n\nAssistant: Three.\nAs in Human: four\n\nAssistant:"
+    assert parse_transcript(text, "f:1") == say("One?\n\ntwo", "Three.\nAs in Human: four")
+    for other in ("", "Hello", "\n\nAssistant: Hi", "Note\n\nHuman: Hi"):
+        with pytest.raises(UserError, match=r"f:1: chosen: got text that begins .*expected a dialogue"):
+            parsers.hh_rlhf({"chosen": other, "rejected": ""}, "f:1")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "row"),
+    [
+        (("A", "B", "C", "D"), ("A", "B", "C", "E"), Row(say("A", "B", "C"), "D", "E", "A")),
+        (("A", "B"), ("C", "D"), Row(say("A"), "B", None, "A")),  # no common prompt: no pair
+        (("A",), ("A", "D"), Row(say("A"), group="A")),
+    ],
+)
+def test_hh_rlhf(chosen: tuple[str, ...], rejected: tuple[str, ...], row: Row) -> None:
+    assert parsers.hh_rlhf({"chosen": transcript(*chosen), "rejected": transcript(*rejected)}, "f:1") == row
+
+
+def test_transcripts_of_the_red_team_are_another_schema() -> None:
+    with pytest.raises(UserError, match=r"f:1: transcript: red-team-attempts holds .*expected data_dir harmless-base"):
+        parsers.hh_rlhf({"transcript": transcript("A", "B"), "rating": 1.0}, "f:1")
+
+
+@pytest.mark.skipif(not HH.is_dir(), reason="real data is not here")
+def test_real_rows_of_hh_rlhf_are_all_pairs() -> None:
+    result: list[Any] = list(build("data.sources", "hh_rlhf", str(HH)).rows("reward"))
+    assert len(result) == 3109
+    assert all(row.rejected is not None and row.prompt[-1].role == "user" for row in result)
+    assert all("\n\nHuman:" not in message.content for row in result for message in row.prompt)
+
+
 # --- dialogues with the prompt split off
 
 
 def test_a_prompt_that_opens_the_response() -> None:
     prompt = "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\nAssistant:"
-    row = _table.rm_static({"prompt": prompt, "chosen": " D. ", "rejected": " E."}, "f:1")
+    row = parsers.rm_static({"prompt": prompt, "chosen": " D. ", "rejected": " E."}, "f:1")
     assert row == Row(say("A?", "B.", "C?"), "D.", "E.", "A?")
 
 
 def test_a_prompt_with_words_of_the_assistant_is_left_out() -> None:
     record = {"prompt": "\n\nHuman: A?\n\nAssistant: Well,", "chosen": " D.", "rejected": " E."}
     with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
-        _table.rm_static(record, "f:1")
+        parsers.rm_static(record, "f:1")
 
 
 def test_responses_with_their_marker() -> None:
     record = {"prompt": "\n\nHuman: A?\n\nAssistant: B.\n\nHuman: C?\n\n", "chosen": "Assistant: D. Assistant: too."}
-    row = _table.rlhf_reward_datasets({**record, "rejected": "Assistant: E."}, "f:1")
+    row = parsers.rm_static({**record, "rejected": "Assistant: E."}, "f:1", "Assistant:")
     assert row == Row(say("A?", "B.", "C?"), "D. Assistant: too.", "E.", "A?")
     with pytest.raises(UserError, match=r"f:1: rejected: got text that begins 'E\.', expected 'Assistant: \.\.\.'"):
-        _table.rlhf_reward_datasets({**record, "rejected": "E."}, "f:1")
+        parsers.rm_static({**record, "rejected": "E."}, "f:1", "Assistant:")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +108,14 @@ def test_responses_with_their_marker() -> None:
     ],
 )
 def test_vicuna_turns(prompt: str, turns: tuple[Message, ...]) -> None:
-    assert _table.sharegpt_vicuna({"prompt": prompt, "label": " Z "}, "f:1") == Row(
+    assert parsers.sharegpt_vicuna({"prompt": prompt, "label": " Z "}, "f:1") == Row(
         turns, "Z", None, next(turn.content for turn in turns if turn.role == "user")
     )
 
 
 def test_vicuna_text_without_a_turn() -> None:
     with pytest.raises(UserError, match=r"f:1: prompt: got text that begins 'Hello', expected 'USER:"):
-        _table.sharegpt_vicuna({"prompt": "Hello", "label": "Z"}, "f:1")
+        parsers.sharegpt_vicuna({"prompt": "Hello", "label": "Z"}, "f:1")
 
 
 # --- pairs with a label
@@ -84,7 +128,7 @@ def test_shp_by_label_and_ratio(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "shp,min_score_ratio=1.5", "reward", *records))[2] == ("a", "b")
     with pytest.raises(UserError, match=r"min_score_ratio: .*got 0\.5"):
         rows(tmp_path, "shp,min_score_ratio=0.5", "reward")
-    assert _table.shp({**record, "domain": "d", "post_id": "p", "score_A": 9}, "f:1", 2.0).columns == {
+    assert parsers.shp({**record, "domain": "d", "post_id": "p", "score_A": 9}, "f:1", 2.0).columns == {
         "domain": "d",
         "post_id": "p",
         "score_ratio": 2.0,
@@ -93,17 +137,17 @@ def test_shp_by_label_and_ratio(tmp_path: Path) -> None:
 
 def test_the_two_labels_of_safe_rlhf() -> None:
     record = {"prompt": "q", "response_0": "a", "response_1": "b", "better_response_id": 0, "safer_response_id": 1}
-    assert _table.safe_rlhf(record, "f:1", "better").response == "a"
-    assert _table.safe_rlhf(record, "f:1", "safer").response == "b"
+    assert parsers.safe_rlhf(record, "f:1", "better").response == "a"
+    assert parsers.safe_rlhf(record, "f:1", "safer").response == "b"
     with pytest.raises(UserError, match=r"f:1: safer_response_id: got 2, expected 0 or 1"):
-        _table.safe_rlhf({**record, "safer_response_id": 2}, "f:1", "safer")
+        parsers.safe_rlhf({**record, "safer_response_id": 2}, "f:1", "safer")
 
 
 def test_webgpt_scores_and_citations(tmp_path: Path) -> None:
     record = {"question": {"full_text": "q"}, "answer_0": "Up [1]. Down[2][3] and [4, 5], see list[i].", "score_0": 1}
     other = {"answer_1": "Left [1]", "score_1": -1.0}
     clean = "Up. Down and, see list[i]."
-    assert _table.webgpt({**record, **other}, "f:1").responses == ((clean, 1.0), ("Left", -1.0))
+    assert parsers.webgpt({**record, **other}, "f:1").responses == ((clean, 1.0), ("Left", -1.0))
     tie = {**record, **other, "score_1": 1}
     assert pairs(rows(tmp_path, "webgpt", "reward", {**record, **other}, tie)) == [(clean, "Left"), "tie"]
     assert len(rows(tmp_path, "webgpt", "ppo", tie)) == 1
@@ -121,11 +165,11 @@ def test_arena_votes(tmp_path: Path) -> None:
     }
     votes = [{**record, "winner": winner} for winner in ("model_a", "model_b", "tie", "tie (bothbad)")]
     result = rows(tmp_path, "chatbot_arena", "reward", *votes, {**later, "winner": "model_a"})
-    assert pairs(result) == [("a", "b"), ("b", "a"), "tie", "tie", "conversations differ before the last turn"]
-    row = _table.chatbot_arena({**same, "winner": "model_b"}, "f:1")
+    assert pairs(result) == [("a", "b"), ("b", "a"), "tie", "tie", "dialogues differ before the last turn"]
+    row = parsers.chatbot_arena({**same, "winner": "model_b"}, "f:1")
     assert row == Row(say("q", "a", "then?"), "y", "x", "q")
     with pytest.raises(Unusable, match="does not end in the assistant's turn"):
-        _table.chatbot_arena({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
+        parsers.chatbot_arena({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
 
 
 def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
@@ -138,7 +182,7 @@ def test_ultrafeedback_pairs_and_splits(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "ultrafeedback", "reward", record)) == ["tie"]
     assert pairs(rows(tmp_path, "ultrafeedback", "sft", record)) == [("a", None)]
     with pytest.raises(Unusable, match="differ before the last turn"):
-        _table.ultrafeedback({**record, "rejected": messages_of("other", "b")}, "f:1")
+        parsers.ultrafeedback({**record, "rejected": messages_of("other", "b")}, "f:1")
     assert _table.SPLITS == {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
 
 
@@ -163,13 +207,15 @@ def test_helpsteer_goes_on_after_a_bad_row(tmp_path: Path) -> None:
 
 def test_helpsteer_turns() -> None:
     words = "One\n two\n<extra_id_1>Assistant\nThree\n\n<extra_id_1>User\n  Four\n"
-    assert helpsteer.parse_turns(words) == say("One\n two", "Three\n", "  Four\n")
-    assert helpsteer.parse_turns("c#") == say("c#")
+    record = {"response": "c", "helpfulness": 1}
+    assert parsers.helpsteer({**record, "prompt": words}, "f:1", "helpfulness").prompt == say(
+        "One\n two", "Three\n", "  Four\n"
+    )
+    assert parsers.helpsteer({**record, "prompt": "c#"}, "f:1", "helpfulness").prompt == say("c#")
     with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
-        record = {"prompt": "a\n<extra_id_1>Assistant\nb", "response": "c", "helpfulness": 1}
-        helpsteer.parse(record, "f:1", "helpfulness")
+        parsers.helpsteer({**record, "prompt": "a\n<extra_id_1>Assistant\nb"}, "f:1", "helpfulness")
     with pytest.raises(UserError, match=r"f:1: preference_strength: .*write helpsteer2_preference:PATH"):
-        helpsteer.parse({"preference_strength": 1}, "f:1", "helpfulness")
+        parsers.helpsteer({"preference_strength": 1}, "f:1", "helpfulness")
 
 
 def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
@@ -179,14 +225,9 @@ def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
         for split, strength in marks
     ]
     path = "helpsteer2_preference"
-    left_out = ["of split validation"] * 2
-    assert pairs(rows(tmp_path, path, "reward", *records)) == [("one", "two"), "tie", *left_out]
-    for split in ("validation", "val"):
-        result = pairs(rows(tmp_path, f"{path},split={split}", "reward", *records))
-        assert result == ["of split train"] * 2 + [("two", "one")] * 2
-    file = str(tmp_path / "x.jsonl")
-    sources = [build("data.sources", spec, file) for spec in (path, f"{path},split=validation")]
-    assert sources[0].fingerprint("reward") != sources[1].fingerprint("reward")
+    assert pairs(rows(tmp_path, path, "reward", *records)) == [("one", "two"), "tie", *["of split val"] * 2]
+    result = pairs(rows(tmp_path, f"{path},part=validation", "reward", *records))
+    assert result == ["of split train"] * 2 + [("two", "one")] * 2
 
 
 @pytest.mark.parametrize(("preference", "expected"), [(-1, ("one", "two")), (2, ("two", "one")), (0, "tie")])
@@ -211,18 +252,18 @@ def test_miracl_without_passages(tmp_path: Path) -> None:
     assert pairs(rows(tmp_path, "miracl", "reward", record)) == ["only one response"]
     assert pairs(rows(tmp_path, "miracl", "sft", record)) == [("good", None)]
     with pytest.raises(Unusable, match="no positive passage"):
-        _table.miracl({**record, "positive_passages": []}, "f:1")
+        parsers.miracl({**record, "positive_passages": []}, "f:1")
 
 
 def test_mkqa_takes_the_first_answer_in_text() -> None:
     every = [{"type": "x", "text": None}, {"type": "date", "text": "b", "aliases": ["c", "b"]}, {"text": "d"}]
     record = {"example_id": 5, "queries": {"ja": "q", "ko": "k"}, "answers": {"ja": every, "ko": every[:1]}}
-    row = _table.mkqa(record, "f:1", "ja")
+    row = parsers.mkqa(record, "f:1", "ja")
     assert row == Row(say("q"), "b", None, "q", {"example_id": 5, "answers": ["b", "c", "d"]})
     with pytest.raises(Unusable, match="no short answer"):
-        _table.mkqa(record, "f:1", "ko")
+        parsers.mkqa(record, "f:1", "ko")
     with pytest.raises(UserError, match=r"f:1: queries: no column 'zh_tw'; have ja, ko"):
-        _table.mkqa(record, "f:1", "zh_tw")
+        parsers.mkqa(record, "f:1", "zh_tw")
 
 
 @pytest.mark.parametrize(
@@ -240,9 +281,9 @@ def test_empty_lists_are_named(tmp_path: Path, source: str, record: dict[str, An
 
 
 def test_parts_of_the_hub_that_are_read_unasked(tmp_path: Path) -> None:
-    two = build("data.sources", "helpsteer2_preference,split=validation", "nvidia/HelpSteer2")
+    two = build("data.sources", "helpsteer2_preference", "nvidia/HelpSteer2")
     assert (two.config.data_dir, two.config.subset, two.config.split) == ("preference", None, None)
-    assert build("data.sources", "helpsteer2_preference,data_dir=x", "").config.data_dir == "x"
+    assert build("data.sources", "helpsteer2_preference,data_dir=x", "nvidia/HelpSteer2").config.data_dir == "x"
     assert build("data.sources", "helpsteer3", "").config.subset == "preference"
     assert build("data.sources", "helpsteer3,subset=edit", "").config.subset == "edit"
     (tmp_path / "x.jsonl").write_text("")
