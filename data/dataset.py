@@ -1,7 +1,6 @@
 """The dataset of each stage: rows are divided by content, tokenised to bounded length, and cached on disk."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -19,7 +18,7 @@ from data.prepare.encode import Item, Recipe
 from data.prepare.gather import row_to_json
 from data.prepare.mixture import Origin, origins, origins_of_other_phases
 from data.prepare.pipeline import build_dataset
-from data.prepare.report import data_warnings, dropped, require_usable
+from data.prepare.report import REQUIRED, count_outcomes, data_warnings, dropped, hints, require_usable
 from data.prepare.split import PHASES
 from data.prepare.store import read_items, to_item
 from data.read.records import Phase, Skipped
@@ -49,8 +48,6 @@ class PromptDataset(Sequence[T]):
     """rows of `table` that are the items, in order. [N]"""
     dropped: dict[str, int] = field(default_factory=dict)
     """reason -> rows that were left out"""
-    shortened: int = 0
-    """rows whose prompt or response was truncated"""
     elements: np.ndarray | None = None
     """the batch element of each item: pairs of one ranked list share one. [N]; None = each item is its own"""
 
@@ -144,101 +141,79 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
     Raises: UserError if a data path cannot be read, a row is malformed, or no row is left for training or evaluation.
     """
     own_origins = origins(options, recipe.phase, recipe.own_data_only)
-    fingerprints_of_own = [fingerprint(origin, recipe.phase, options) for origin in own_origins]
-    other_origins = _origins_read_too(options, recipe.phase, recipe.own_data_only)
-    fingerprints_of_others = [fingerprint(origin, phase, options) for phase, origin in other_origins]
+    own_fingerprints = [fingerprint(origin, recipe.phase, options) for origin in own_origins]
+    other_origins = _read_too(options, recipe.phase, recipe.own_data_only)
+    read_too = {name: fingerprint(origin, phase, options) for name, (phase, origin) in other_origins.items()}
     later_phases = () if recipe.own_data_only else PHASES[PHASES.index(recipe.phase) + 1 :]
     excluded = {f"{phase}_only_data_path" for phase in later_phases}
     folder = cache.cache_root(options.data_cache) / cache.cache_key(
         options=options.model_dump(mode="json", include=set(DataOptions.model_fields) - NOT_IN_CACHE_KEY - excluded),
         recipe=repr(recipe),
         tokenizer=cache.tokenizer_digest(tokenizer),
-        content=fingerprints_of_own,
-        read_too=fingerprints_of_others,
+        content=own_fingerprints,
+        read_too=[*read_too.values()],
     )
     with cache.build_entry(folder) as staging:
         if staging is not None:
             report = build_dataset(staging, own_origins, options, recipe, Template(tokenizer))
-            for source, digest in zip(report["sources"], fingerprints_of_own, strict=True):
+            for source, digest in zip(report["sources"], own_fingerprints, strict=True):
                 source["fingerprint"] = digest
             report["files"] = {file.name: manifests.digest(file) for file in sorted(staging.iterdir())}
             manifests.write_manifest(staging / cache.REPORT, report)
             disk.flush_tree(staging)
     data = _read_entry(folder, recipe.phase)
     require_usable(data.report, recipe.phase, options)
-    data.report["read_too"] = dict(
-        zip((_of_phase(*origin) for origin in other_origins), fingerprints_of_others, strict=True)
-    )
+    data.report["read_too"] = read_too
     return replace(data, notes=tuple(data_warnings(data.report, recipe.phase, options)))
 
 
-def _origins_read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> list[tuple[Phase, Origin]]:
-    """The own paths of other phases whose prompts decide on rows of `phase`; with `own_data_only` the shared ones too.
+def _read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> dict[str, tuple[Phase, Origin]]:
+    """name -> (phase, origin) of the own paths of other phases whose prompts decide on rows of `phase`.
 
-    Shared paths are among the origins of the phase anyway.
+    With `own_data_only` also of the shared ones, which are among the origins of the phase otherwise.
     """
-    if own_data_only:
-        return origins_of_other_phases(options, phase, own_data_only)
-    if not getattr(options, f"{phase}_only_data_path"):
-        return []
-    other_origins = origins_of_other_phases(options, phase)
-    return [(other, origin) for other, origin in other_origins if origin.use == "only" and not origin.streaming]
-
-
-def _of_phase(phase: Phase, origin: Origin) -> str:
-    return f"{origin.data_path} (of {phase})"
+    if not own_data_only and not getattr(options, f"{phase}_only_data_path"):
+        return {}
+    return {
+        f"{origin.data_path} (of {other})": (other, origin)
+        for other, origin in origins_of_other_phases(options, phase, own_data_only)
+        if own_data_only or (origin.use == "only" and not origin.streaming)
+    }
 
 
 def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
-    with _refuse_damage(folder / cache.REPORT) as path:
+    path = folder / cache.REPORT
+    try:
         report = disk.read_json(path)
         if report.pop("sha256") != manifests.content_digest(report):
             raise ValueError("it differs from its own sha256")
-        files = report.pop("files")
-        dropped_rows = {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}
-        shortened = {name: report[name]["shortened"] for name in dropped_rows}
-    for name, entry in files.items():
-        with _refuse_damage(folder / name) as path:
+        for name, entry in report.pop("files").items():
+            path = folder / name
             if manifests.digest(path) != entry:
                 raise ValueError(f"its content differs from {cache.REPORT}")
-    with _refuse_damage(folder / "items.arrow"):
-        table = read_items(folder)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
+        raise UserError(
+            f"{path}: damaged ({reason}); remove the directory {folder}, and its rows are tokenised again"
+        ) from None
+    table = read_items(folder)
     splits: dict[str, PromptDataset[Any]] = {}
-    for name in dropped_rows:
-        positions = _load_indices(folder / f"{name}.npy")
+    for name, reasons in {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}.items():
         elements = _load_indices(folder / f"{name}_elements.npy") if phase == "reward" else None
-        splits[name] = PromptDataset(phase, table, positions, dropped_rows[name], shortened[name], elements)
+        splits[name] = PromptDataset(phase, table, _load_indices(folder / f"{name}.npy"), reasons, elements)
     return PhaseData(splits["train"], splits["evaluation"], report)
 
 
 def _load_indices(path: Path) -> np.ndarray:
-    with _refuse_damage(path):
-        numbers: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-        return numbers
-
-
-@contextlib.contextmanager
-def _refuse_damage(path: Path) -> Iterator[Path]:
-    """Raises: UserError if reading a file of the cache inside the block fails because the file is damaged."""
-    try:
-        yield path
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:100] or type(error).__name__
-        raise UserError(
-            f"{path}: damaged ({reason}); remove the directory {path.parent}, and its rows are tokenised again"
-        ) from None
+    numbers: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return numbers
 
 
 def fingerprints(options: DataOptions, phase: Phase, own_data_only: bool = False) -> dict[str, str]:
     """data path -> fingerprint, for each data path that a phase reads and that is not on the hub."""
-    own = [(origin.data_path, phase, origin) for origin in origins(options, phase, own_data_only)]
-    other_origins = _origins_read_too(options, phase, own_data_only)
-    read_too = [(_of_phase(other, origin), other, origin) for other, origin in other_origins]
-    return {
-        name: fingerprint(origin, read_phase, options)
-        for name, read_phase, origin in [*own, *read_too]
-        if not origin.source.remote
-    }
+    read = {origin.data_path: (phase, origin) for origin in origins(options, phase, own_data_only)}
+    read |= _read_too(options, phase, own_data_only)
+    return {name: fingerprint(origin, of, options) for name, (of, origin) in read.items() if not origin.source.remote}
 
 
 def fingerprint(origin: Origin, phase: Phase, options: DataOptions) -> str:
@@ -265,3 +240,23 @@ def fingerprint(origin: Origin, phase: Phase, options: DataOptions) -> str:
             )
             digest.update(f"{text}\n".encode())
     return digest.hexdigest()
+
+
+def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks: int = 1) -> None:
+    """Raises: UserError if the rows do not fill a training batch, or not every rank gets a row for evaluation."""
+    train, held_out, phase = opened.train.batch_elements, len(opened.evaluation), opened.train.phase
+    if not options.eval_fraction and not options.eval_data_path:
+        raise UserError("--eval-fraction 0: every stage is evaluated on held-out rows; expected more than 0")
+    for name, limit, minimum in (("train", options.max_train_rows, batch_size), ("eval", options.max_eval_rows, ranks)):
+        if limit is not None and limit < minimum:
+            raise UserError(f"--max-{name}-rows {limit}: expected at least {minimum} rows for {phase}")
+    if train >= batch_size and held_out >= ranks:
+        return
+    sources = opened.report["sources"]
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in count_outcomes(opened.report).items())
+    raise UserError(
+        f"{', '.join(source['data_path'] for source in sources)}: {phase} got {train} rows with {REQUIRED[phase]} "
+        f"to train on and {held_out} held out, of {sum(source['rows'] for source in sources)} rows ({counts}); "
+        f"expected at least {batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
+        + hints(opened.report)
+    )

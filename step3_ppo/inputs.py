@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
-from data.preflight import require_rows
+from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from data.prepare.encode import Demonstration, Prompt
 from data.prepare.mixture import open_origin, origins_of_other_phases
 from data.prepare.pack import CROSS_TEXT_ATTENTION

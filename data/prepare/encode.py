@@ -24,7 +24,8 @@ class Recipe:
 
     phase: Phase
     loss_on: LossOn = "last"
-    objective: str = "response"
+    objective: Literal["response", "text"] = "response"
+    """text: texts of any length are learned in full, without a template (continued pretraining)"""
     own_data_only: bool = False
     """use only the phase's own data paths, without prompts of other phases and without held-out prompts"""
 
@@ -103,18 +104,15 @@ def divided(template: Template, loss_on: LossOn, row: Row) -> Iterator[Row | Ski
 class RowEncoder:
     """Turns rows into items, in batches: tokenizers are twice as fast on batches."""
 
-    phase: Phase
+    recipe: Recipe
     template: Template
     options: DataOptions
-    loss_on: LossOn = "last"
-    plain_text: bool = False
-    """rows are texts of any length that are learned in full, without a template (continued pretraining)"""
 
     def __call__(self, rows: Sequence[Row]) -> list[Encoded]:
         """One result per row, in order. A row that the chat template refuses is dropped, too."""
-        encode = {"sft": self._demonstrations, "reward": self._preferences, "ppo": self._prompts}[self.phase]
+        encode = {"sft": self._demonstrations, "reward": self._preferences, "ppo": self._prompts}[self.recipe.phase]
         try:
-            return list(self._texts(rows) if self.plain_text else encode(rows))
+            return list(self._texts(rows) if self.recipe.objective == "text" else encode(rows))
         except Unrenderable as error:
             if len(rows) == 1:
                 return [str(error) if isinstance(error, Altered) else f"the chat template refuses it ({error.reason})"]
@@ -130,7 +128,7 @@ class RowEncoder:
 
     def _demonstrations(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         texts = self.template.prompt_texts(rows)
-        prompts, responses = self.template.prompt_ids_many(rows, texts), self._responses(rows, texts)
+        prompts, responses = self.template.prompt_ids_many(rows, texts), self._side(rows, "response", texts)
         for row, prompt, response in zip(rows, prompts, responses, strict=True):
             try:
                 fitted, (answer,), cut = self._truncate(row, prompt, response)
@@ -141,14 +139,14 @@ class RowEncoder:
             yield Demonstration(ids, self._spans(row, fitted, len(ids)), row.weight), cut
 
     def _spans(self, row: Row, prompt: FittedPrompt, size: int) -> Spans:
-        if self.loss_on == "all":
+        if self.recipe.loss_on == "all":
             return ((1, size),)
         start = len(prompt.ids)
         if self.template.marks_generation:
             answer = Message("assistant", row.response or "", row.response_keys)
             start += min(self.template.context_size(row, answer), size - start - 1)
         earlier = any(message.role == "assistant" and message.learned for message in prompt.messages)
-        if self.loss_on == "last" or not earlier:
+        if self.recipe.loss_on == "last" or not earlier:
             return ((start, size),)
         _, flags = self.template.prompt_ids_and_turns(replace(row, prompt=tuple(prompt.messages)))
         flags += [False] * (start - len(flags))
@@ -156,10 +154,10 @@ class RowEncoder:
 
     def _preferences(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         texts = self.template.prompt_texts(rows)
-        prompts, chosen_sides = self.template.prompt_ids_many(rows, texts), self._responses(rows, texts)
-        rejected_sides = self._rejected(rows, texts)
+        prompts = self.template.prompt_ids_many(rows, texts)
+        sides = (self._side(rows, side, texts) for side in ("response", "rejected"))
         rest = list(self.template.ending[1:])  # a score is read where the template's text ends
-        for row, prompt, chosen, rejected in zip(rows, prompts, chosen_sides, rejected_sides, strict=True):
+        for row, prompt, chosen, rejected in zip(rows, prompts, *sides, strict=True):
             try:
                 yield self._preference(row, prompt, chosen + rest, rejected + rest)
             except Unusable as reason:
@@ -191,12 +189,9 @@ class RowEncoder:
                 Truncation(prompt=cut, prompt_digest=fitted.digest),
             )
 
-    def _responses(self, rows: Sequence[Row], texts: Sequence[str]) -> list[Ids]:
-        answers = [Message("assistant", row.response or "", row.response_keys) for row in rows]
-        return self.template.turn_ids_many(rows, answers, texts)
-
-    def _rejected(self, rows: Sequence[Row], texts: Sequence[str]) -> list[Ids]:
-        answers = [Message("assistant", row.rejected or "", row.rejected_keys) for row in rows]
+    def _side(self, rows: Sequence[Row], side: str, texts: Sequence[str]) -> list[Ids]:
+        """The ids of the turn `response` or `rejected` of each row. texts: of the prompts"""
+        answers = [Message("assistant", getattr(row, side) or "", getattr(row, f"{side}_keys")) for row in rows]
         return self.template.turn_ids_many(rows, answers, texts)
 
     def _truncate(self, row: Row, prompt: Ids, *responses: Ids) -> tuple[FittedPrompt, list[Ids], Truncation]:

@@ -4,7 +4,6 @@ import datetime
 import decimal
 import json
 import uuid
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from json import JSONEncoder
 from pathlib import Path
 
 import numpy as np
-import pyarrow
+from datasets import Features, Value
+from datasets.arrow_writer import ArrowWriter
 
 from data.config import DataOptions
 from data.prepare.encode import Recipe
@@ -42,9 +42,17 @@ OTHER_PHASE = "of another phase's share"
 HELD_OUT = "prompt held out for evaluation"
 UNDECIDED = "undecided"
 """the share of a row until all rows of its prompt have been read"""
-COLUMNS = {"groups": "Q", "digests": "Q", "prompts": "Q", "origins": "H", "held_out": "b", "rankings": "Q"}
-"""type codes of the arrays of `_RowDigests`"""
-
+TABLE = [
+    ("group", "u8"),  # digest of the group, whose rows stay in one share
+    ("digest", "u8"),  # of the whole row
+    ("prompt", "u8"),  # digest of the prompt, in ppo; else 0
+    ("ranking", "u8"),  # digest of a pair's ranked list; 0 for other rows
+    ("origin", "u2"),  # its index
+    ("held_out", "?"),  # whether the row is for evaluation
+    ("undecided", "?"),  # whether the owner of the group depends on all its rows, and on
+    ("point", "u8"),  # a number of `group_digest`
+]
+"""what determines the use of a row"""
 
 Divide = Callable[[Row], Iterable[Row | Skipped]]
 
@@ -88,24 +96,16 @@ class RowCounts:
 class GatheredRows:
     """The rows that may serve one phase, in a file, and for each what determines its use. Arrays [N]."""
 
-    file: Path
-    groups: np.ndarray
-    """uint64 digest of the group, whose rows stay in one share"""
-    digests: np.ndarray
-    """uint64 digest of the whole row"""
-    origins: np.ndarray
-    """uint16 index of the origin"""
-    held_out: np.ndarray
-    """bool, True for evaluation"""
+    table: np.ndarray
+    """TABLE"""
     usable: np.ndarray
     """bool, False for rows of other phases, of held-out prompts, and repeated prompts in ppo"""
-    rankings: np.ndarray
-    """uint64 digest of the ranked list of a pair, 0 for other rows"""
     counts: list[RowCounts]
+    """of each origin"""
 
     def count(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`."""
-        for origin, count in enumerate(np.bincount(self.origins[rows], minlength=len(self.counts))):
+        for origin, count in enumerate(np.bincount(self.table["origin"][rows], minlength=len(self.counts))):
             self.counts[origin].add(reason, int(count))
 
 
@@ -116,65 +116,82 @@ def gather(
     file: Path,
     divide: Divide = one_row,
 ) -> GatheredRows:
-    """Read every origin to its end, or a stream as far as needed.
+    """Read every origin to its end, or a stream as far as needed, and write the rows as JSON into an Arrow file.
 
     divide: the rows that the chat template makes of one, or why it makes none
 
     Raises: UserError if an origin cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
     """
-    phase, own_data_only = recipe.phase, recipe.own_data_only
-    digests, owners = _RowDigests(), PromptOwners(options)
+    phase, owners = recipe.phase, PromptOwners(options)
     counts = [RowCounts() for _ in origins]
-    with RowWriter(file) as writer:
-        for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
-            limit = StreamLimit(origin, options, phase)
-            for row in _valid_rows(origin, phase, options, row_counts, divide):
-                share, group, point = _assign_share(row, origin, phase, options, owners)
-                row_counts.add_group(group, row)
-                excluded = own_data_only and share == "evaluation" and origin.use != "evaluation"
-                reason = HELD_OUT if excluded else unusable_reason(row, phase)
-                row_counts.useful += not reason
-                if reason or share not in (phase, "evaluation", UNDECIDED):
-                    row_counts.add(reason or OTHER_PHASE)
-                    continue
-                text = row_to_json(row, phase)
-                writer.write(text)
-                digest = text_digest(text, options.data_seed)
-                prompt = text_digest(repr(row.prompt), options.data_seed) if phase == "ppo" else 0
-                ranking = text_digest(f"{number}\0{row.ranking}", options.data_seed) if row.ranking else 0
-                if share == UNDECIDED:
-                    digests.undecided.append(len(digests))
-                    digests.points.append(point)
-                digests.add((group, digest, prompt, number, share == "evaluation", ranking))
-                if limit.is_reached(share):
-                    break
-            if row_counts.outcomes[MALFORMED] > options.skip_bad_rows:
-                raise UserError(_bad_rows_message(origin, row_counts))
-    rows = digests.to_rows(file, counts)
-    undecided = _numpy(digests.undecided)
-    of_other_phase = np.zeros(len(rows.groups), dtype=bool)
-    of_other_phase[undecided] = owners.owned_by_others(phase, rows.groups[undecided], _numpy(digests.points))
+    with ArrowWriter(features=Features(row=Value("string")), path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
+        reader = _read(origins, options, recipe, owners, counts, divide)
+        table = np.fromiter(_write(reader, writer), TABLE)
+        writer.finalize()
+    rows = GatheredRows(table, np.ones(len(table), dtype=bool), counts)
+    undecided = np.flatnonzero(table["undecided"])
+    of_other_phase = np.zeros(len(table), dtype=bool)
+    of_other_phase[undecided] = owners.owned_by_others(phase, table["group"][undecided], table["point"][undecided])
     _exclude(rows, of_other_phase, OTHER_PHASE)
-    only = np.array([origin.use == "only" for origin in origins])[rows.origins]
+    only = np.array([origin.use == "only" for origin in origins])[table["origin"]]
     if only.any():
-        shared = np.isin(rows.groups, _groups_of_other_phases(phase, options, own_data_only, owners))
-        _exclude(rows, only & shared, "prompt of another phase's share")
-    _exclude(rows, ~rows.held_out & np.isin(rows.groups, _held_out_groups(rows, origins, options)), HELD_OUT)
+        others = _groups_of_other_phases(phase, options, recipe.own_data_only, owners)
+        _exclude(rows, only & np.isin(table["group"], others), "prompt of another phase's share")
+    held_out = np.isin(table["group"], _held_out_groups(table, origins, options))
+    _exclude(rows, ~table["held_out"] & held_out, HELD_OUT)
     if phase == "ppo":
-        _exclude_repeated(rows, digests.column("prompts"))
+        _exclude_repeated(rows)
     return rows
 
 
-def _held_out_groups(rows: GatheredRows, origins: Sequence[Origin], options: DataOptions) -> np.ndarray:
+def _write(rows: Iterable[tuple[str, tuple[int, ...]]], writer: ArrowWriter) -> Iterator[tuple[int, ...]]:
+    for text, entry in rows:
+        writer.write({"row": text})
+        yield entry
+
+
+def _read(
+    origins: Sequence[Origin],
+    options: DataOptions,
+    recipe: Recipe,
+    owners: PromptOwners,
+    counts: Sequence[RowCounts],
+    divide: Divide,
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(JSON, entry of TABLE) of each row that the phase can use, and that no other phase owns by its text alone."""
+    phase, seed = recipe.phase, options.data_seed
+    for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
+        missing = _stream_limit(origin, options, phase)
+        for row in _valid_rows(origin, phase, options, row_counts, divide):
+            share, group, point = _assign_share(row, origin, phase, options, owners)
+            row_counts.add_group(group, row)
+            held_out = share == "evaluation"
+            excluded = recipe.own_data_only and held_out and origin.use != "evaluation"
+            reason = HELD_OUT if excluded else unusable_reason(row, phase)
+            row_counts.useful += not reason
+            if reason or share not in (phase, "evaluation", UNDECIDED):
+                row_counts.add(reason or OTHER_PHASE)
+                continue
+            text = row_to_json(row, phase)
+            prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
+            ranking = text_digest(f"{number}\0{row.ranking}", seed) if row.ranking else 0
+            entry = (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
+            yield text, entry
+            if missing is not None:
+                missing[held_out] -= 1
+                if max(missing.values()) <= 0:
+                    break
+        if row_counts.outcomes[MALFORMED] > options.skip_bad_rows:
+            raise UserError(_bad_rows_message(origin, row_counts))
+
+
+def _held_out_groups(table: np.ndarray, origins: Sequence[Origin], options: DataOptions) -> np.ndarray:
     """The groups of rows held out, and of all rows of evaluation origins, whichever phase they serve."""
-    groups = array("Q")
-    for origin in origins:
-        if origin.use == "evaluation" and not origin.streaming:
-            for phase in PHASES:
-                evaluation_rows = (row for row in origin.rows(phase) if isinstance(row, Row))
-                groups.extend(group_digest(row, options.data_seed)[2] for row in evaluation_rows)
-    return np.concatenate([rows.groups[rows.held_out], _numpy(groups).astype(np.uint64)])
+    evaluated = [origin for origin in origins if origin.use == "evaluation" and not origin.streaming]
+    rows = (row for origin in evaluated for phase in PHASES for row in origin.rows(phase) if isinstance(row, Row))
+    groups = np.fromiter((group_digest(row, options.data_seed)[2] for row in rows), np.uint64)
+    return np.concatenate([table["group"][table["held_out"]], groups])
 
 
 def _groups_of_other_phases(
@@ -185,7 +202,7 @@ def _groups_of_other_phases(
     Raises: UserError for a stream, which cannot be read to its end. With `own_data_only` streams are left out; the
     caller warns of them.
     """
-    groups, undecided, points = array("Q"), array("Q"), array("Q")
+    shares: list[tuple[int, int, bool]] = []
     for other_phase, origin in origins_of_other_phases(options, phase, own_data_only):
         if origin.streaming and own_data_only:
             continue
@@ -197,43 +214,12 @@ def _groups_of_other_phases(
         for row in origin.rows(other_phase):
             if isinstance(row, Row):
                 share, group, point = _assign_share(row, origin, other_phase, options, owners)
-                if share == other_phase:
-                    groups.append(group)
-                elif share == UNDECIDED:
-                    undecided.append(group)
-                    points.append(point)
-    undecided_groups = _numpy(undecided)
-    return np.concatenate(
-        [_numpy(groups), undecided_groups[owners.owned_by_others(phase, undecided_groups, _numpy(points))]]
-    )
-
-
-class _RowDigests:
-    """Columns of `GatheredRows`, and `prompts`, while rows are read."""
-
-    def __init__(self) -> None:
-        self._columns = {name: array(code) for name, code in COLUMNS.items()}
-        self.undecided, self.points = array("Q"), array("Q")
-
-    def __len__(self) -> int:
-        return len(self._columns["groups"])
-
-    def add(self, row: tuple[int, ...]) -> None:
-        """row: a value of each column, in the order of COLUMNS."""
-        for column, value in zip(self._columns.values(), row, strict=True):
-            column.append(value)
-
-    def column(self, name: str) -> np.ndarray:
-        return _numpy(self._columns[name])
-
-    def to_rows(self, file: Path, counts: list[RowCounts]) -> GatheredRows:
-        usable = np.ones(len(self), dtype=bool)
-        columns = (self.column("groups"), self.column("digests"), self.column("origins"))
-        return GatheredRows(file, *columns, self.column("held_out") != 0, usable, self.column("rankings"), counts)
-
-
-def _numpy(values: "array[int]") -> np.ndarray:
-    return np.frombuffer(values, dtype=values.typecode) if len(values) else np.zeros(0, dtype=values.typecode)
+                if share in (other_phase, UNDECIDED):
+                    shares.append((group, point, share == UNDECIDED))
+    table = np.array(shares, [("group", "u8"), ("point", "u8"), ("undecided", "?")])
+    decided, undecided = table["group"][~table["undecided"]], table[table["undecided"]]
+    owned = owners.owned_by_others(phase, undecided["group"], undecided["point"])
+    return np.concatenate([decided, undecided["group"][owned]])
 
 
 def _assign_share(
@@ -283,37 +269,28 @@ def _bad_rows_message(origin: Origin, row_counts: RowCounts) -> str:
     return f"{origin.data_path}: {count} malformed rows of {row_counts.rows}; {cure}; {heading}:{listed}"
 
 
-class StreamLimit:
-    """How many more rows of a stream are needed. Other origins have no limit."""
-
-    def __init__(self, origin: Origin, options: DataOptions, phase: Phase) -> None:
-        self._streaming = origin.streaming
-        if not self._streaming:
-            return
-        if options.max_train_rows is None:
-            raise UserError(
-                f"{origin.data_path}: streaming reads the first rows only; give their number: --max-train-rows N"
-            )
-        if origin.use == "shared" and not options.data_split[PHASES.index(phase)]:
-            raise UserError(f"{origin.data_path}: --data-split gives {phase} no rows of this stream, which has no end")
-        holds_out = origin.use == "evaluation" or (options.eval_fraction > 0 and not options.eval_data_path)
-        self._remaining = {
-            True: options.max_eval_rows if holds_out else 0,
-            False: 0 if origin.use == "evaluation" else ROWS_PER_STREAMED_ROW * options.max_train_rows,
-        }
-
-    def is_reached(self, share: str) -> bool:
-        if not self._streaming:
-            return False
-        self._remaining[share == "evaluation"] -= 1
-        return max(self._remaining.values()) <= 0
+def _stream_limit(origin: Origin, options: DataOptions, phase: Phase) -> dict[bool, int] | None:
+    """The rows that are needed of a stream, for evaluation (True) and for training (False); None: all of an origin."""
+    if not origin.streaming:
+        return None
+    if options.max_train_rows is None:
+        raise UserError(
+            f"{origin.data_path}: streaming reads the first rows only; give their number: --max-train-rows N"
+        )
+    if origin.use == "shared" and not options.data_split[PHASES.index(phase)]:
+        raise UserError(f"{origin.data_path}: --data-split gives {phase} no rows of this stream, which has no end")
+    holds_out = origin.use == "evaluation" or (options.eval_fraction > 0 and not options.eval_data_path)
+    return {
+        True: options.max_eval_rows if holds_out else 0,
+        False: 0 if origin.use == "evaluation" else ROWS_PER_STREAMED_ROW * options.max_train_rows,
+    }
 
 
-def _exclude_repeated(rows: GatheredRows, prompts: np.ndarray) -> None:
+def _exclude_repeated(rows: GatheredRows) -> None:
     """Keep one row of every prompt: the one with the lowest digest, whatever the order of the files."""
     positions = np.flatnonzero(rows.usable)
-    positions = positions[np.argsort(rows.digests[positions], kind="stable")]
-    _, first = np.unique(prompts[positions], return_index=True)
+    positions = positions[np.argsort(rows.table["digest"][positions], kind="stable")]
+    _, first = np.unique(rows.table["prompt"][positions], return_index=True)
     repeated = rows.usable.copy()
     repeated[positions[first]] = False
     _exclude(rows, repeated, "repeated prompt")
@@ -323,32 +300,6 @@ def _exclude(rows: GatheredRows, excluded: np.ndarray, reason: str) -> None:
     excluded = excluded & rows.usable
     rows.count(np.flatnonzero(excluded), reason)
     rows.usable[excluded] = False
-
-
-class RowWriter:
-    """Writes rows as JSON to an Arrow file, in batches."""
-
-    def __init__(self, file: Path) -> None:
-        self._schema = pyarrow.schema({"row": pyarrow.string()})
-        self._stream = pyarrow.ipc.new_stream(str(file), self._schema)
-        self._texts: list[str] = []
-
-    def __enter__(self) -> "RowWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._flush()
-        self._stream.close()
-
-    def write(self, text: str) -> None:
-        self._texts.append(text)
-        if len(self._texts) == ROWS_IN_BATCH:
-            self._flush()
-
-    def _flush(self) -> None:
-        if self._texts:
-            self._stream.write_batch(pyarrow.record_batch([pyarrow.array(self._texts)], schema=self._schema))
-            self._texts = []
 
 
 STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)

@@ -7,13 +7,12 @@ phase a source yields them for (rt_polarity yields demonstrations for sft, pairs
 stages compute the same owners.
 """
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
 from data.config import DataOptions
-from data.prepare.mixture import Origin, open_origin
+from data.prepare.mixture import open_origin
 from data.prepare.split import PHASES, group_digest, phase_of_point
 from data.read.records import Phase
 from rlhf.types import Row
@@ -42,11 +41,9 @@ class PromptOwners:
 
     def __init__(self, options: DataOptions) -> None:
         self._options = options
-        self._shared = _shared_origins(options)
+        self._shared = [origin for origin in map(open_origin, options.data_path) if origin.weight != 0]
         shares = sum(1 << bit for bit, share in enumerate(options.data_split) if share)
-        streaming = any(
-            origin.streaming for origin in self._shared
-        )  # cannot be read to its end, so data_split alone decides
+        streaming = any(origin.streaming for origin in self._shared)  # no end to read to: data_split alone decides
         self._needed = 0 if streaming else shares
 
     def follows_data_split(self, row: Row) -> bool:
@@ -71,22 +68,11 @@ class PromptOwners:
         usable = np.zeros(len(unique_groups), dtype=np.uint8)
         for phase in ("reward", "sft", "ppo"):  # pairs serve all three phases, so one pass is often enough
             for origin in self._shared:
-                groups, bits = array("Q"), array("B")
-                for row in origin.rows(phase):
-                    if isinstance(row, Row):
-                        groups.append(group_digest(row, self._options.data_seed)[2])
-                        bits.append(usable_phases(row))
-                row_groups = np.array(groups, dtype=np.uint64)
-                is_listed = np.isin(row_groups, unique_groups)
-                np.bitwise_or.at(
-                    usable,
-                    np.searchsorted(unique_groups, row_groups[is_listed]),
-                    np.array(bits, dtype=np.uint8)[is_listed],
-                )
+                rows = (row for row in origin.rows(phase) if isinstance(row, Row))
+                entries = ((group_digest(row, self._options.data_seed)[2], usable_phases(row)) for row in rows)
+                table = np.fromiter(entries, [("group", "u8"), ("phases", "u1")])
+                table = table[np.isin(table["group"], unique_groups)]
+                np.bitwise_or.at(usable, np.searchsorted(unique_groups, table["group"]), table["phases"])
             if np.all(usable & self._needed == self._needed):
                 break
         return usable
-
-
-def _shared_origins(options: DataOptions) -> list[Origin]:
-    return [origin for origin in map(open_origin, options.data_path) if origin.weight != 0]

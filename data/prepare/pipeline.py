@@ -13,7 +13,7 @@ from data.prepare.encode import Recipe, RowEncoder, divided
 from data.prepare.gather import GatheredRows, gather, one_row
 from data.prepare.mixture import Origin
 from data.prepare.pack import pack
-from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_outcomes, make_report, prompt_digests
+from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_columns, make_report
 from data.prepare.split import blend, order_by_group
 from data.prepare.store import encode_file
 from rlhf.config import Tree
@@ -33,34 +33,31 @@ def build_dataset(
     raw = folder / "rows.arrow"
     divide = one_row if recipe.objective == "text" else partial(divided, template, recipe.loss_on)
     rows = gather(origins, options, recipe, raw, divide)
-    held_out, train = (_order_rows(rows, side & rows.usable) for side in (rows.held_out, ~rows.held_out))
+    held_out, train = (_order_rows(rows, rows.table["held_out"] == side) for side in (True, False))
     rows.count(held_out[options.max_eval_rows :], BEYOND_LIMIT["evaluation"])
     held_out = held_out[: options.max_eval_rows]
     queues = _make_queues(rows, train, origins, options.max_train_rows)
-    encoder = RowEncoder(recipe.phase, template, options, recipe.loss_on, recipe.objective == "text")
+    encoder = RowEncoder(recipe, template, options)
     workers = options.data_workers or min(MAX_WORKERS, cores())
 
     def trainable(item_rows: np.ndarray) -> np.ndarray:
         """Which of these rows, all that are tokenised so far, can train. [len(item_rows)] bool"""
-        usable = item_outcomes(folder)[0] == ""
+        items = item_columns(folder)
+        usable = items["reason"] == ""
         evaluation = np.flatnonzero(usable & np.isin(item_rows, held_out))
-        prompts = ModelPrompts(*prompt_digests(folder), rows.groups[item_rows])
-        return usable & ~prompts.held_out(np.arange(len(item_rows)), evaluation)
+        return usable & ~in_evaluation(items, np.arange(len(item_rows)), evaluation)
 
     item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, workers), trainable)
     raw.unlink()
-    item_numbers = np.zeros(len(rows.origins), dtype=np.int64)
+    item_numbers = np.zeros(len(rows.table), dtype=np.int64)
     item_numbers[item_rows] = np.arange(len(item_rows))
-    usable = item_outcomes(folder)[0] == ""
+    items = item_columns(folder)
     tokenised = train[np.isin(train, item_rows)]
-    splits = {
-        name: _keep_usable(item_numbers[order], usable)
-        for name, order in {"train": tokenised, "evaluation": held_out}.items()
-    }
+    splits = {"train": item_numbers[tokenised], "evaluation": item_numbers[held_out]}
+    splits = {name: index[items["reason"][index] == ""] for name, index in splits.items()}
     weighted = origins[0].weight is not None
     rows.count(np.setdiff1d(train, tokenised), BEYOND_LIMIT["weight" if weighted else "train"])
-    prompts = ModelPrompts(*prompt_digests(folder), rows.groups[item_rows])
-    held_out_too = prompts.held_out(splits["train"], splits["evaluation"])
+    held_out_too = in_evaluation(items, splits["train"], splits["evaluation"])
     rows.count(item_rows[splits["train"][held_out_too]], CUT_TO_HELD_OUT)
     splits["train"] = splits["train"][~held_out_too]
     if weighted:
@@ -68,50 +65,44 @@ def build_dataset(
     elif options.max_train_rows is not None:
         splits["train"], beyond = np.split(splits["train"], [options.max_train_rows])
         rows.count(item_rows[beyond], BEYOND_LIMIT["train"])
-    report = make_report(folder, rows, origins, item_rows, splits)
+    report = make_report(items, rows, origins, item_rows, splits)
     report["train"]["held_out"] = int(held_out_too.sum())
-    report["train"]["cut_alike"] = prompts.cut_alike(np.unique(splits["train"]))
+    report["train"]["cut_alike"] = cut_alike(items, rows.table["group"][item_rows], np.unique(splits["train"]))
     for name, index in splits.items():
         np.save(folder / f"{name}.npy", index)
         if recipe.phase == "reward":
-            np.save(folder / f"{name}_elements.npy", batch_elements(rows.rankings[item_rows[index]], index))
+            np.save(folder / f"{name}_elements.npy", batch_elements(rows.table["ranking"][item_rows[index]], index))
     if recipe.objective == "text":
         pack(folder, options.max_length)
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPrompts:
-    """The prompts of all items as the model sees them, without the turns that were cut. Arrays [N]."""
+def in_evaluation(items: dict[str, np.ndarray], train: np.ndarray, evaluation: np.ndarray) -> np.ndarray:
+    """Which training items have the prompt of an evaluation item because one of the two was cut. [len(train)] bool
 
-    digests: np.ndarray
-    """int64 digest of the ids; 0 without a prompt"""
-    cut: np.ndarray
-    """bool, whether the prompt lost turns or words"""
-    groups: np.ndarray
-    """uint64 digest of the row's group, by which rows are divided"""
+    items: `item_columns`. Prompts that are equal without a cut are of one group, or have no text at all.
+    """
+    digests, cut = items["prompt_digest"], items["prompt_cut"]
+    evaluated = digests[evaluation]
+    alike = cut[train] & np.isin(digests[train], evaluated)
+    return alike | np.isin(digests[train], evaluated[cut[evaluation]])
 
-    def held_out(self, train: np.ndarray, evaluation: np.ndarray) -> np.ndarray:
-        """Which training items have the prompt of an evaluation item because one of the two was cut. [len(train)]
 
-        Prompts that are equal without a cut are of one group, or have no text at all.
-        """
-        evaluated = self.digests[evaluation]
-        alike = self.cut[train] & np.isin(self.digests[train], evaluated)
-        return alike | np.isin(self.digests[train], evaluated[self.cut[evaluation]])
+def cut_alike(items: dict[str, np.ndarray], groups: np.ndarray, train: np.ndarray) -> int:
+    """The number of training items whose cut prompt is also that of a training item of another group.
 
-    def cut_alike(self, items: np.ndarray) -> int:
-        """The number of these items whose cut prompt is also that of an item of another group."""
-        cut = items[self.cut[items]]
-        alike = items[np.isin(self.digests[items], self.digests[cut])]
-        pairs = np.unique(np.stack([self.digests[alike], self.groups[alike].astype(np.int64)]), axis=1)[0]
-        digests, counts = np.unique(pairs, return_counts=True)
-        return int(np.isin(self.digests[cut], digests[counts > 1]).sum())
+    items: `item_columns`. groups: the digest of each item's group [N]. train: the different training items
+    """
+    digests, cut = items["prompt_digest"], train[items["prompt_cut"][train]]
+    alike = train[np.isin(digests[train], digests[cut])]
+    pairs = np.unique(np.stack([digests[alike], groups[alike].astype(np.int64)]), axis=1)[0]
+    prompts, counts = np.unique(pairs, return_counts=True)
+    return int(np.isin(digests[cut], prompts[counts > 1]).sum())
 
 
 def _order_rows(rows: GatheredRows, selected: np.ndarray) -> np.ndarray:
-    positions = np.flatnonzero(selected)
-    return positions[order_by_group(rows.groups[positions], rows.digests[positions])]
+    positions = np.flatnonzero(selected & rows.usable)
+    return positions[order_by_group(rows.table["group"][positions], rows.table["digest"][positions])]
 
 
 def batch_elements(rankings: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -131,10 +122,6 @@ def batch_elements(rankings: np.ndarray, index: np.ndarray) -> np.ndarray:
     order = np.empty(len(first), dtype=np.int64)
     order[np.argsort(first)] = np.arange(len(first))
     return order[labels.reshape(-1)]
-
-
-def _keep_usable(index: np.ndarray, usable: np.ndarray) -> np.ndarray:
-    return index[usable[index]]
 
 
 @dataclass
@@ -165,7 +152,7 @@ def _make_queues(
     total = sum(origin.weight or 0.0 for origin in origins)
     queues = []
     for i, origin in enumerate(origins):
-        own = train[rows.origins[train] == i]
+        own = train[rows.table["origin"][train] == i]
         if origin.weight:
             queues.append(RowQueue(own, len(own) if budget is None else math.ceil(budget * origin.weight / total)))
     return queues
@@ -204,7 +191,7 @@ def _blend(
 ) -> np.ndarray:
     """Items in proportion to the weights of their origins; some are repeated."""
     weighted = [(i, origin.data_path, origin.weight) for i, origin in enumerate(origins) if origin.weight]
-    items_by_origin = [items[rows.origins[item_rows[items]] == i] for i, *_ in weighted]
+    items_by_origin = [items[rows.table["origin"][item_rows[items]] == i] for i, *_ in weighted]
     for (_, data_path, weight), members in zip(weighted, items_by_origin, strict=True):
         if not len(members):
             raise UserError(f"{data_path}: 0 usable rows, expected some for its weight of {weight:g}")

@@ -27,22 +27,26 @@ EMPTY_OUTCOMES = ("empty prompt", "empty response")
 
 
 def make_report(
-    folder: Path, rows: GatheredRows, origins: Sequence[Origin], item_rows: np.ndarray, splits: dict[str, np.ndarray]
+    items: dict[str, np.ndarray],
+    rows: GatheredRows,
+    origins: Sequence[Origin],
+    item_rows: np.ndarray,
+    splits: dict[str, np.ndarray],
 ) -> Tree:
-    """The report on the items of `folder`.
+    """The report on what became of all rows.
 
-    item_rows: the row that each item was made of. splits: the item numbers of training and evaluation.
+    items: `item_columns`. item_rows: the row that each was made of. splits: those of training and of evaluation.
     Every row has one outcome: the outcomes of a source add up to the number of rows that were read of it.
     """
-    reasons, prompt_cut, response_cut, lengths = item_outcomes(folder)
+    reasons, prompt_cut, response_cut = items["reason"], items["prompt_cut"], items["response_cut"]
     for reason in np.unique(reasons[reasons != ""]):
         rows.count(item_rows[reasons == reason], str(reason))
     report: Tree = {"useful": sum(row_counts.useful for row_counts in rows.counts)}
     for name, index in splits.items():
         unique = np.unique(index)
         rows.count(item_rows[unique], name)
-        row_origins = rows.origins[item_rows[index]]
-        in_split = rows.held_out[item_rows] == (name == "evaluation")
+        row_origins = rows.table["origin"][item_rows[index]]
+        in_split = rows.table["held_out"][item_rows] == (name == "evaluation")
         report[name] = {
             "rows": len(index),
             "different_rows": len(unique),
@@ -51,7 +55,7 @@ def make_report(
             "responses_shortened": int(response_cut[unique].sum()),
             "dropped": {str(reason): int(count) for reason, count in Counter(reasons[in_split]).items() if reason},
             "rows_by_source": np.bincount(row_origins, minlength=len(origins)).tolist(),
-            "tokens_by_source": np.bincount(row_origins, weights=lengths[index], minlength=len(origins))
+            "tokens_by_source": np.bincount(row_origins, weights=items["length"][index], minlength=len(origins))
             .astype(int)
             .tolist(),
         }
@@ -71,21 +75,12 @@ def make_report(
     return report
 
 
-def item_outcomes(folder: Path) -> list[np.ndarray]:
-    """Columns of the items [N]: the reason for dropping each (empty if kept), prompt cut, response cut, tokens."""
+def item_columns(folder: Path) -> dict[str, np.ndarray]:
+    """Columns of the items [N]: the reason for dropping each (empty if kept), whether its prompt or a response was cut,
+    its tokens, and the digest of the prompt that the model sees (0 without one)."""
     table = read_items(folder)
-    kinds = {"reason": object, "prompt_cut": bool, "response_cut": bool, "length": int}
-    return [np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()]
-
-
-def prompt_digests(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Columns of the items [N]: the digest of the prompt that the model sees, and whether it was cut."""
-    table = read_items(folder)
-    kinds = {"prompt_digest": np.int64, "prompt_cut": bool}
-    digests, cut = (
-        np.array(table.data.column(name) if table is not None else [], kind) for name, kind in kinds.items()
-    )
-    return digests, cut
+    kinds = {"reason": object, "prompt_cut": bool, "response_cut": bool, "length": int, "prompt_digest": np.int64}
+    return {name: np.array(table.data.column(name) if table is not None else [], kinds[name]) for name in kinds}
 
 
 def count_outcomes(report: Tree) -> dict[str, int]:
@@ -139,26 +134,24 @@ def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]
     return warnings
 
 
-def text_hint(report: Tree) -> str:
-    """What to type for a .txt file that was read as one document, to be added to an error; else nothing."""
-    whole = [each["data_path"] for each in report["sources"] if each["rows"] == 1]
-    texts = [path for path in whole if path.removesuffix(".gz").endswith(".txt") and "lines=true" not in path]
-    return "".join(
-        f"; {path} is one document, because no empty line divides it: with a document on each line, name it "
-        f"files,lines=true:{path.rpartition(':')[2]}"
-        for path in texts
-    )
-
-
-def opening_hint(report: Tree) -> str:
-    """The cause where nearly all rows begin with one user message, to be added to an error; else nothing."""
-    return "".join(
-        f"; nearly all rows of {source['data_path']} begin with the user message {source['one_opening'][:60]!r}, and "
-        "dialogues with one first message are never divided: make it a system message, or add a column "
-        f"{OWN_GROUP} with a number or text for each dialogue"
-        for source in report["sources"]
-        if source["one_opening"]
-    )
+def hints(report: Tree) -> str:
+    """Causes of too few rows, with what to type, to be added to an error: a .txt file that was read as one document;
+    rows that nearly all begin with one user message."""
+    added = []
+    for source in report["sources"]:
+        path, opening = source["data_path"], source["one_opening"]
+        if source["rows"] == 1 and path.removesuffix(".gz").endswith(".txt") and "lines=true" not in path:
+            added.append(
+                f"; {path} is one document, because no empty line divides it: with a document on each line, name it "
+                f"files,lines=true:{path.rpartition(':')[2]}"
+            )
+        if opening:
+            added.append(
+                f"; nearly all rows of {path} begin with the user message {opening[:60]!r}, and dialogues with one "
+                f"first message are never divided: make it a system message, or add a column {OWN_GROUP} with a number "
+                "or text for each dialogue"
+            )
+    return "".join(added)
 
 
 def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
@@ -174,7 +167,7 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
                 f"expected rows with {REQUIRED[phase]}; add some, or change "
                 f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), "
                 f"--eval-fraction ({options.eval_fraction:g}), --max-length ({options.max_length}) or "
-                f"--max-prompt-length ({options.max_prompt_length}){text_hint(report)}{opening_hint(report)}"
+                f"--max-prompt-length ({options.max_prompt_length}){hints(report)}"
             )
     empty = {reason: count for reason, count in count_outcomes(report).items() if reason in EMPTY_OUTCOMES}
     train = report["train"]

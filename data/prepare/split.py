@@ -25,14 +25,6 @@ ASCII_WORDS = b" " * 48 + b"0123456789" + b" " * 7 + LETTERS + b"    _ " + LETTE
 """letters, digits and _ of ASCII in lower case; all others are spaces"""
 
 
-def share_of(row: Row, options: DataOptions) -> str:
-    """'evaluation', or the phase that the row's group belongs to if every phase with a share can use it.
-
-    Depends only on the group's text and `data_seed`.
-    """
-    return share_of_points(*group_digest(row, options.data_seed)[:2], options)
-
-
 def share_of_points(evaluation_point: int, phase_point: int, options: DataOptions) -> str:
     """The share of two 64-bit numbers: the first decides on evaluation, the second on the phase."""
     if not options.eval_data_path and evaluation_point / 2**64 < options.eval_fraction:

@@ -95,15 +95,10 @@ def to_item(phase: Phase, columns: Record) -> Item:
     return Preference(*sides, len(prompt), columns["margin"], columns["subset"], columns["weight"])
 
 
-class EncodeBatch:
+def encode_batch(encoder: RowEncoder, batch: Columns) -> Columns:
     """The function that `datasets.map` runs over texts of rows."""
-
-    def __init__(self, encoder: RowEncoder) -> None:
-        self._encoder = encoder
-
-    def __call__(self, batch: Columns) -> Columns:
-        rows = [row_from_json(text) for text in batch["row"]]
-        return to_columns(self._encoder.phase, self._encoder(rows), batch["row"])
+    rows = [row_from_json(text) for text in batch["row"]]
+    return to_columns(encoder.recipe.phase, encoder(rows), batch["row"])
 
 
 def encode_file(rows: Path, encoder: RowEncoder, workers: int, positions: np.ndarray, batch: int) -> None:
@@ -137,10 +132,10 @@ def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part:
     if part > 0:
         datasets.disable_progress_bars()  # the bar of the first process stands for all
     table.shard(processes, part, contiguous=True).map(
-        EncodeBatch(encoder),
+        partial(encode_batch, encoder),
         batched=True,
         remove_columns=["row"],
-        features=features(encoder.phase, id_count(encoder.template.tokenizer)),
+        features=features(encoder.recipe.phase, id_count(encoder.template.tokenizer)),
         cache_file_name=f"{file}-{part:05d}.arrow",
         new_fingerprint=f"items-{part}",
         load_from_cache_file=False,

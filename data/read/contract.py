@@ -44,26 +44,19 @@ def require_row(row: object) -> None:
     if not isinstance(row.prompt, tuple | list):
         raise UserError(f"prompt: got {_describe(row.prompt)}, expected a tuple of messages")
     for i, message in enumerate(row.prompt):
-        _require_message(message, f"prompt[{i}]")
-    for name, text in (("response", row.response), ("rejected", row.rejected)):
-        if text is not None:
+        if not isinstance(message, Message):
+            raise UserError(f"prompt[{i}]: got {_describe(message)}, expected rlhf.types.Message")
+        if message.role not in ROLES:
+            raise UserError(f"prompt[{i}]: got the role {short_json(message.role)}, expected {', '.join(ROLES)}")
+        require_text(message.content, f"prompt[{i}].content")
+    for name in ("response", "rejected", "group", "ranking"):
+        text = getattr(row, name)
+        if text is not None or name in ("group", "ranking"):
             require_text(text, name)
-    require_text(row.group, "group")
-    require_text(row.ranking, "ranking")
     if not isinstance(row.columns, dict):
         raise UserError(f"columns: got {_describe(row.columns)}, expected a dict")
     if row.rejected is not None and row.columns.get("margin") is not None:
         read_number(row.columns, "margin", "columns")
-
-
-def _require_message(message: object, location: str) -> None:
-    if not isinstance(message, Message):
-        raise UserError(f"{location}: got {_describe(message)}, expected rlhf.types.Message")
-    if message.role not in ROLES:
-        raise UserError(
-            f"{location}: got the role {short_json(message.role)}, expected system, user, assistant or tool"
-        )
-    require_text(message.content, f"{location}.content")
 
 
 def _describe(value: object) -> str:

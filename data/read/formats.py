@@ -29,6 +29,7 @@ PARQUET_ROWS = 256
 """rows of a parquet file that are decoded at once"""
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 """how a list of messages begins that someone has written into a cell"""
+UTF8 = "expected UTF-8; convert the file, e.g. with iconv"
 
 SIGNATURES = (
     (b"\x1f\x8b", "a gzip file", "add .gz to its name"),
@@ -144,30 +145,33 @@ def _refuse_layout(path: DataFile, number: int, line: bytes) -> None:
 
 def _not_utf8(location: str, error: UnicodeDecodeError, offset: int = 0) -> str:
     byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start - offset} of the line"
-    return f"{location}: got {byte}, expected UTF-8; convert the file, e.g. with iconv"
+    return f"{location}: got {byte}, {UTF8}"
 
 
 def _read_csv(path: DataFile, file: IO[bytes], delimiter: str) -> LocatedRecords:
-    errors: list[str] = []
     csv.field_size_limit(MAX_CELL)
-    reader = csv.reader(_decode_csv_lines(path, file, errors), delimiter=delimiter, strict=True)
+    # A byte that is not UTF-8 becomes half a surrogate pair, so that it spoils no other row.
+    lines = (line.decode(errors="surrogateescape") for line in file)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     columns: list[str] = []
     while True:
         start = reader.line_num + 1
-        location = f"{path}:{start}"
+        location, bad = f"{path}:{start}", ""
         try:
             cells = next(reader)
+            "".join(cells).encode()
         except StopIteration:
             return
         except csv.Error as error:
             end = f" at line {reader.line_num}" if reader.line_num > start else ""
             cure = 'write a cell with quotes or line breaks as "...", each quote inside it twice'
-            errors.append(f"{location}: not valid {suffix(path)[1:].upper()}: {error}{end}; {cure}")
-        if errors and not columns:
-            raise UserError(errors[0])
-        if errors:
-            yield location, Skipped(errors[0], bad=True)
-            errors.clear()
+            bad = f"{location}: not valid {suffix(path)[1:].upper()}: {error}{end}; {cure}"
+        except UnicodeEncodeError as error:
+            bad = f"{location}: got byte 0x{ord(error.object[error.start]) - 0xDC00:02x}, {UTF8}"
+        if bad and not columns:
+            raise UserError(bad)
+        if bad:
+            yield location, Skipped(bad, bad=True)
         elif len(cells) == len(columns) and cells:
             named = zip(columns, cells, strict=True)
             try:
@@ -179,16 +183,6 @@ def _read_csv(path: DataFile, file: IO[bytes], delimiter: str) -> LocatedRecords
         elif cells:
             count = f"cells: got {len(cells)}, expected {len(columns)} as in the header"
             yield location, Skipped(f"{location}: {count}; quote cells that contain {delimiter!r}", bad=True)
-
-
-def _decode_csv_lines(path: DataFile, file: IO[bytes], errors: list[str]) -> Iterator[str]:
-    """The lines as text. A line that is not UTF-8 adds to `errors` and is passed on: a row may have several lines."""
-    for number, line in enumerate(file, 1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            errors.append(_not_utf8(f"{path}:{number}", error))
-            yield line.decode(errors="replace")
 
 
 def _cell(text: str, location: str) -> object:

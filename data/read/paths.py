@@ -1,10 +1,7 @@
 """Readers of records for a path: files, their URL, a directory saved by `datasets`, or a dataset on the hub."""
 
-import contextlib
-import difflib
 import glob
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -125,7 +122,7 @@ def data_files(path: str) -> list[Path]:
         files = [file for file in candidates if suffix(file) in SUFFIXES]
         got = "the pattern matches no data file"
     else:
-        files, got = [], f"no such file or directory{_suggest_path(local)}"
+        files, got = [], "no such file or directory"
     if not files:
         raise UserError(f"{path}: {got}; expected {FILE_TYPES}")
     return sorted(set(files))
@@ -148,16 +145,6 @@ def _data_files_in(folder: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if suffix(file) in SUFFIXES and not hidden and file.name not in METADATA_FILES and file.is_file():
             yield file
-
-
-def _suggest_path(path: Path) -> str:
-    """` (did you mean 'data/train.jsonl'?)`: `path` with its first missing name replaced by a similar one."""
-    parent = next((parent for parent in path.parents if parent.is_dir()), None)
-    with contextlib.suppress(OSError):
-        first, *rest = path.relative_to(parent or path).parts or ("",)
-        matches = difflib.get_close_matches(first, os.listdir(parent), n=1) if parent else []
-        return f" (did you mean '{Path(parent or '', matches[0], *rest)}'?)" if matches else ""
-    return ""
 
 
 def _digest(options: object, files: Iterable[DataFile]) -> str:
@@ -311,10 +298,7 @@ class HubDataset:
 
     def _load(self, function: Callable[..., T], config: TableConfig, **options: object) -> T:
         """Call one of the loading functions of `datasets`. Raises: UserError, also if the hub does not answer."""
-        try:
-            require_hub(self.hub_id)
-        except UserError as error:
-            raise UserError(f"{error}{_suggest_path(Path(self.name))}") from None
+        require_hub(self.hub_id)
         cure = "download its files and give their path"
         return _load(function, self.hub_id, self.name, config, cure, revision=self.revision, **options)
 
@@ -325,9 +309,7 @@ def _subdirectory(name: str, folder: Path, data_dir: str | None) -> Path:
         return folder
     inside = folder / data_dir
     if Path(data_dir).is_absolute() or ".." in Path(data_dir).parts or not inside.is_dir():
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        have = ", ".join(names) or "none"
-        raise UserError(f"{name}: no directory '{data_dir}' in it{suggest(data_dir, names)}; have {have}")
+        raise UserError(f"{name}: data_dir: got '{data_dir}', expected a directory in it")
     return inside
 
 
@@ -338,26 +320,15 @@ def _load(function: Callable[..., T], path: str, name: str, config: TableConfig,
     try:
         return function(path, name=config.subset, data_dir=config.data_dir, **options)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{name}: {_explain(error, path, config, options.get('revision'), cure)}") from None
-
-
-def _explain(error: Exception, path: str, config: TableConfig, revision: str | None, cure: str) -> str:
-    import datasets
-
-    reason = " ".join(str(error).split())[:300]
-    if "scripts are no longer supported" in reason:
-        return f"{LOADING_SCRIPT} read the hub's conversion, {path}@{PARQUET_REVISION}, or download its files"
-    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return f"{reason} Check the name; if it is private or gated, log in: hf auth login"
-    subsets: list[str] = []
-    if isinstance(error, ValueError):
-        with contextlib.suppress(OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError):
-            subsets = datasets.get_dataset_config_names(path, revision=revision)
-    if config.subset is None and len(subsets) > 1:
-        return f"has several subsets; choose one of {', '.join(subsets)} with subset=NAME"
-    if subsets and config.subset not in (None, *subsets):
-        return f"no subset '{config.subset}'; have {', '.join(subsets)}{suggest(str(config.subset), subsets)}"
-    return f"cannot be loaded: {reason}; {cure}"
+        reason = " ".join(str(error).split())[:300]
+        if "scripts are no longer supported" in reason:
+            cure = f"read the hub's conversion, {path}@{PARQUET_REVISION}, or download its files"
+            raise UserError(f"{name}: {LOADING_SCRIPT} {cure}") from None
+        if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+            cure = "check the name; if it is private or gated, log in: hf auth login"
+        elif isinstance(error, ValueError):  # with the names of the subsets
+            cure = f"choose a subset with subset=NAME, or {cure}"
+        raise UserError(f"{name}: cannot be loaded: {reason}; {cure}") from None
 
 
 def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure: str) -> None:

@@ -54,22 +54,12 @@ class Shape:
     def name(self) -> str:
         return "-".join(self.columns)
 
-    def used_columns(self, columns: frozenset[str]) -> frozenset[str]:
-        """Those of `columns` that the shape uses."""
-        return columns & {*self.columns, *self.optional}
-
-
-@dataclass(frozen=True, slots=True)
-class ShapeMatch:
-    """The shape of a record, and its columns that the shape does not use."""
-
-    shape: Shape
-    extra: tuple[str, ...]
-
 
 @lru_cache(maxsize=4096)
-def match_shape(columns: tuple[str, ...], name: str | None, mapped: frozenset[str]) -> ShapeMatch | str:
-    """The shape of records with these columns, or an error message.
+def match_shape(
+    columns: tuple[str, ...], name: str | None, mapped: frozenset[str]
+) -> tuple[Shape, tuple[str, ...]] | str:
+    """The shape of records with these columns, and the columns that it does not use; or an error message.
 
     name: the shape that the user chose, or None. mapped: columns that the user renamed; the shape must use all of them.
     Shapes with a pair precede those with a single response, and these precede prompts alone. Ties go to the shape that
@@ -81,7 +71,7 @@ def match_shape(columns: tuple[str, ...], name: str | None, mapped: frozenset[st
     shapes = [shape for shape in shapes if mapped <= {*shape.columns, *shape.optional}]
     shapes = [shape for shape in shapes if shape.responses == max(other.responses for other in shapes)]
     shapes = [shape for shape in shapes if not any(set(shape.columns) < set(other.columns) for other in shapes)]
-    used = {shape: shape.used_columns(available) for shape in shapes}
+    used = {shape: available & {*shape.columns, *shape.optional} for shape in shapes}
     shapes = [shape for shape in shapes if not any(used[shape] < used[other] for other in shapes)]
     if not shapes:
         expected = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {_list_shapes()}"
@@ -97,7 +87,7 @@ def match_shape(columns: tuple[str, ...], name: str | None, mapped: frozenset[st
     if len(shapes) > 1:
         names = " and ".join(shape.name for shape in shapes)
         return f"the columns fit the shapes {names}; choose one, as in files,shape={shapes[0].name}:PATH"
-    return ShapeMatch(shapes[0], tuple(column for column in columns if column not in used[shapes[0]]))
+    return shapes[0], tuple(column for column in columns if column not in used[shapes[0]])
 
 
 def _list_shapes() -> str:
@@ -315,24 +305,6 @@ SYSTEM_COLUMN = ("system",)
 INSTRUCTION_COLUMNS = ("system", "input", "context", "history")
 """optional columns of an instruction"""
 
-PAIRS = tuple(
-    Shape((column, "chosen", "rejected"), PAIR, partial(_read_pair, column), optional)
-    for column, optional in (
-        ("prompt", SYSTEM_COLUMN),
-        ("instruction", INSTRUCTION_COLUMNS),
-        ("question", SYSTEM_COLUMN),
-        ("conversations", SYSTEM_COLUMN),
-        ("context", SYSTEM_COLUMN),
-    )
-)
-RANKED = tuple(
-    Shape((column, "responses"), PAIR, partial(_read_ranked, column), (*optional, "scores", "ranks"))
-    for column, optional in (
-        ("prompt", SYSTEM_COLUMN),
-        ("instruction", INSTRUCTION_COLUMNS),
-        ("question", SYSTEM_COLUMN),
-    )
-)
 SINGLES = (
     *(
         Shape((column, response), SINGLE, partial(_read_single, column, response), optional)
@@ -351,10 +323,26 @@ SINGLES = (
     ),
 )
 SHAPES = (
-    *PAIRS,
-    Shape(("chosen", "rejected"), PAIR, _read_pair_without_prompt, ("system", "messages")),
+    *(
+        Shape((column, *SIDES), PAIR, partial(_read_pair, column), optional)
+        for column, optional in (
+            ("prompt", SYSTEM_COLUMN),
+            ("instruction", INSTRUCTION_COLUMNS),
+            ("question", SYSTEM_COLUMN),
+            ("conversations", SYSTEM_COLUMN),
+            ("context", SYSTEM_COLUMN),
+        )
+    ),
+    Shape(SIDES, PAIR, _read_pair_without_prompt, ("system", "messages")),
     Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _read_voted, SYSTEM_COLUMN),
-    *RANKED,
+    *(
+        Shape((column, "responses"), PAIR, partial(_read_ranked, column), (*optional, "scores", "ranks"))
+        for column, optional in (
+            ("prompt", SYSTEM_COLUMN),
+            ("instruction", INSTRUCTION_COLUMNS),
+            ("question", SYSTEM_COLUMN),
+        )
+    ),
     *SINGLES,
     *(Shape((*shape.columns, "label"), SINGLE, partial(_read_labelled, shape), shape.optional) for shape in SINGLES),
     Shape(("text",), NO_RESPONSE, _read_plain_text, ()),

@@ -1,7 +1,6 @@
 """A source over records: reads them from files or the hub, and parses each with the `parse` of an adapter."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -12,6 +11,7 @@ from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 NO_COUNTERPART = "no counterpart of the other label"
+LABELLED_BAD = Skipped("labelled bad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
     (ppo). A dialogue that ends in the user's turn gives its last answer (sft), or is a prompt. Labelled responses give
     the good ones (sft), pairs of a good and a bad one to the same prompt (reward) or the prompts (ppo).
     """
-    pairs = _LabelPairs()
+    labelled: dict[tuple[Message, ...], list[Labelled]] = {}
     for number, item in enumerate(items):
         if isinstance(item, Row | Skipped):
             yield item
@@ -64,9 +64,28 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
             yield from ranked_rows(item, phase, f"{number}")
         elif isinstance(item, Unanswered):
             yield item.answered if phase == "sft" else item.whole
+        elif phase == "reward":
+            labelled.setdefault(item.prompt, []).append(item)
+        elif phase == "ppo":
+            yield Row(item.prompt, None, None, item.group, item.columns)
         else:
-            yield from pairs.add(item) if phase == "reward" else _labelled_row(item, phase)
-    yield from pairs.finish()
+            yield Row(item.prompt, item.response, None, item.group, item.columns) if item.good else LABELLED_BAD
+    for responses in labelled.values():
+        yield from _label_pairs(responses)
+
+
+def _label_pairs(responses: Sequence[Labelled]) -> Iterator[Row | Skipped]:
+    """Pairs of a good and a bad response to one prompt, as many as the more frequent label has responses.
+
+    Each response of the more frequent label is in one pair; those of the other label repeat where they are too few.
+    """
+    good, bad = ([item for item in responses if item.good == label] for label in (True, False))
+    for i in range(max(len(good), len(bad))):
+        if good and bad:
+            first = good[i % len(good)]
+            yield Row(first.prompt, first.response, bad[i % len(bad)].response, first.group, first.columns)
+        else:
+            yield Skipped(NO_COUNTERPART)
 
 
 def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Skipped]:
@@ -88,55 +107,6 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
         own_ranking = ranking if len(pairs) > 1 else ""
         for (chosen, _), (rejected, _) in pairs:
             yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, own_ranking)
-
-
-def _labelled_row(item: Labelled, phase: Phase) -> Iterator[Row | Skipped]:
-    if phase == "ppo":
-        yield Row(item.prompt, None, None, item.group, item.columns)
-    elif item.good:
-        yield Row(item.prompt, item.response, None, item.group, item.columns)
-    else:
-        yield Skipped("labelled bad")
-
-
-@dataclass(slots=True)
-class _Responses:
-    """The labelled responses to one prompt so far. Those still unpaired all have the same label."""
-
-    good: list[Labelled] = field(default_factory=list)
-    bad: list[Labelled] = field(default_factory=list)
-    unpaired: deque[Labelled] = field(default_factory=deque)
-
-
-class _LabelPairs:
-    """Pairs of a good and a bad response to one prompt, as many as the more frequent label has responses.
-
-    Each response of the more frequent label is in one pair; those of the other label repeat where they are too few.
-    """
-
-    def __init__(self) -> None:
-        self._prompts: dict[tuple[Message, ...], _Responses] = {}
-
-    def add(self, item: Labelled) -> Iterator[Row]:
-        """The pair that `item` completes, if any."""
-        responses = self._prompts.setdefault(item.prompt, _Responses())
-        (responses.good if item.good else responses.bad).append(item)
-        if responses.unpaired and responses.unpaired[0].good != item.good:
-            yield _label_pair(item, responses.unpaired.popleft())
-        else:
-            responses.unpaired.append(item)
-
-    def finish(self) -> Iterator[Row | Skipped]:
-        """Pairs of the responses that are still unpaired with repeated ones of the other label."""
-        for responses in self._prompts.values():
-            for number, item in enumerate(responses.unpaired):
-                opposite = responses.bad if item.good else responses.good
-                yield _label_pair(item, opposite[number % len(opposite)]) if opposite else Skipped(NO_COUNTERPART)
-
-
-def _label_pair(first: Labelled, second: Labelled) -> Row:
-    good, bad = (first, second) if first.good else (second, first)
-    return Row(good.prompt, good.response, bad.response, good.group, good.columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ OWNER/NAME[@REVISION] on the hub. The names of the columns determine the shape. 
 reward functions: with `files,shape=prompt,prompt=question:PATH` the answers go there.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import field_validator
@@ -23,6 +25,7 @@ from rlhf.text.messages import KWARGS, row_variables
 from rlhf.types import Row
 
 HUB_IDS = ()
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Config(TableConfig):
@@ -86,44 +89,28 @@ class Config(TableConfig):
         return shape
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnOptions:
-    """The user's options on columns."""
-
-    shape: str | None = None
-    renamed: tuple[tuple[str, str], ...] = ()
-    """(standard name, the column's name) of each mapped column"""
-    mapped: frozenset[str] = frozenset()
-    """the standard names of mapped columns"""
-
-
-DEFAULT_COLUMNS = ColumnOptions()
-
-
 def build(config: Config, path: str) -> Table:
-    return Table(open_path(path), config, partial(parse, options=column_options(config)))
-
-
-def column_options(config: Config) -> ColumnOptions:
     columns = [name for name in Config.model_fields if name not in (*TableConfig.model_fields, "shape")]
-    renamed = tuple((name, column) for name in columns if (column := getattr(config, name)) is not None)
-    return ColumnOptions(config.shape, renamed, frozenset(name for name, _ in renamed))
+    renamed = {name: column for name in columns if (column := getattr(config, name)) is not None}
+    return Table(open_path(path), config, partial(parse, shape=config.shape, renamed=renamed))
 
 
-def parse(record: Record, location: str, options: ColumnOptions = DEFAULT_COLUMNS) -> Parsed:
-    """Parse a record by the shape that its columns have.
+def parse(record: Record, location: str, shape: str | None = None, renamed: Mapping[str, str] = NOTHING) -> Parsed:
+    """Parse a record by the shape that its columns have, or by the one named `shape`.
 
+    renamed: name in the shapes -> the record's name, of the columns that the user mapped
     Raises: UserError if no shape fits, several fit, or a column has another type; Unusable for a valid record that
     cannot be trained on.
     """
-    if options.renamed:
-        record = _rename(record, location, options)
-    match = match_shape(tuple(record), options.shape, options.mapped)
+    if renamed:
+        record = _rename(record, location, renamed)
+    match = match_shape(tuple(record), shape, frozenset(renamed))
     if isinstance(match, str):
         raise UserError(f"{location}: {match}")
-    extra = {column: record[column] for column in match.extra}
+    matched, unused = match
+    extra = {column: record[column] for column in unused}
     variables, weight = row_variables(extra, location)
-    row = match.shape.read(record, location, extra)
+    row = matched.read(record, location, extra)
     common: dict[str, Any] = {"variables": variables, "location": location}
     if isinstance(row, Unanswered):
         return Unanswered(*(replace(part, **common, weight=weight) for part in (row.whole, row.answered)))
@@ -136,13 +123,12 @@ def parse(record: Record, location: str, options: ColumnOptions = DEFAULT_COLUMN
     return replace(row, **common, weight=weight * row.weight)
 
 
-def _rename(record: Record, location: str, options: ColumnOptions) -> Record:
-    for name, column in options.renamed:
+def _rename(record: Record, location: str, renamed: Mapping[str, str]) -> Record:
+    for name, column in renamed.items():
         if column not in record:
             suggestion = suggest(column, list(record))
             raise UserError(
                 f"{location}: no column '{column}' ({name}={column}){suggestion}; have {column_names(record)}"
             )
-    replaced = {*options.mapped, *(column for _, column in options.renamed)}
-    unchanged = {name: value for name, value in record.items() if name not in replaced}
-    return {name: record[column] for name, column in options.renamed} | unchanged
+    unchanged = {name: value for name, value in record.items() if name not in {*renamed, *renamed.values()}}
+    return {name: record[column] for name, column in renamed.items()} | unchanged

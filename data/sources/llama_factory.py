@@ -15,7 +15,7 @@ from data.read.dialogues import read_prompt
 from data.read.paths import DataFiles, RecordReader, TableConfig, data_files, is_hub_id, open_path
 from data.read.records import Record
 from data.read.table import Parsed, Table
-from data.sources.files import ColumnOptions, parse
+from data.sources.files import parse
 from rlhf.config import Config as Options
 from rlhf.config import suggest, validate
 from rlhf.errors import UserError
@@ -155,7 +155,7 @@ def _read_alpaca(entry: Entry, record: Record, location: str) -> Parsed:
     )
     if entry.ranking and columns.chosen:
         standard |= _standard(entry, record, location, chosen="chosen", rejected="rejected")
-        return parse(standard, location, ColumnOptions("instruction-chosen-rejected"))
+        return parse(standard, location, "instruction-chosen-rejected")
     if columns.response is None:
         prompt = read_prompt(standard, "instruction", location)
         extra = {name: value for name, value in standard.items() if name not in STANDARD}
@@ -181,18 +181,18 @@ def _read_dialogue(entry: Entry, record: Record, location: str) -> Parsed:
         name = str(getattr(columns, side))
         response = read_struct(record, name, location)
         standard[side] = _message(entry.tags, response, f"{location}: {name}")
-    return parse(standard, location, ColumnOptions("conversations-chosen-rejected"))
+    return parse(standard, location, "conversations-chosen-rejected")
 
 
 def _labelled(entry: Entry, shape: str, standard: Record, record: Record, location: str) -> Parsed:
     """The row, with the label of `kto_tag` if the record has one that is not null."""
     if entry.columns.kto_tag is None:
-        return parse(standard, location, ColumnOptions(shape))
+        return parse(standard, location, shape)
     read_value(record, entry.columns.kto_tag, location)
     label = read_flag(record, entry.columns.kto_tag, location)
     if label is None:
-        return parse(standard, location, ColumnOptions(shape))
-    return parse(standard | {"label": label}, location, ColumnOptions(f"{shape}-label"))
+        return parse(standard, location, shape)
+    return parse(standard | {"label": label}, location, f"{shape}-label")
 
 
 def _standard(entry: Entry, record: Record, location: str, **names: str) -> Record:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from data.preflight import expected_rows
+from data.prepare.mixture import expected_rows
 from data.read.records import Phase
 from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS

@@ -13,8 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, batches_of
-from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
-from data.preflight import require_rows
+from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from rlhf import adapters, console
 from rlhf.config.declaration import Declaration
 from rlhf.console import status

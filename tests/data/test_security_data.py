@@ -52,7 +52,7 @@ WRITERS: dict[str, Callable[[Path, Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "nothing"])
-@pytest.mark.parametrize("name", ["items.arrow", "train.npy", "evaluation.npy", "report.json"])
+@pytest.mark.parametrize("name", ["items-000-00000.arrow", "train.npy", "evaluation.npy", "report.json"])
 def test_no_payload_in_the_cache_runs(name: str, kind: str, ran: Path) -> None:
     """A damaged file is named, with the cure."""
     Path("x.jsonl").write_text("".join(f'{{"prompt": "w{i}", "response": "w{i} w5"}}\n' for i in range(4, 60)))

@@ -13,7 +13,6 @@ from torch import Tensor
 from data.dataset import Recipe, open_datasets
 from data.prepare.encode import Demonstration
 from data.prepare.pack import CROSS_TEXT_ATTENTION
-from data.prepare.split import share_of
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses
@@ -26,6 +25,7 @@ from step3_ppo.ptx import Ptx
 from step3_ppo.update import CreditedRollout, Trained, update
 from tests.support import tiny
 from tests.support.players import Players, demonstrations, first, language_model, players, twice_each
+from tests.support.texts import share_of
 
 pytestmark = pytest.mark.usefixtures("ranks")
 

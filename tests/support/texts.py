@@ -5,8 +5,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from data.config import DataOptions
+from data.prepare.split import group_digest, share_of_points
 from rlhf.text.tokenizer import load_tokenizer
-from rlhf.types import Message
+from rlhf.types import Message, Row
 
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
@@ -73,6 +75,11 @@ def first_space_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer.backend_tokenizer.normalizer = None
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
+
+
+def share_of(row: Row, options: DataOptions) -> str:
+    """'evaluation', or the phase that the row's group belongs to if every phase with a share can use it."""
+    return share_of_points(*group_digest(row, options.data_seed)[:2], options)
 
 
 def user(text: str) -> list[Message]:

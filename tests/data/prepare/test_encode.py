@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
+from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, Recipe, RowEncoder, Truncation
 from data.prepare.split import PHASES
 from rlhf.text import rendering
 from rlhf.text.dialogues import Template
@@ -45,7 +45,7 @@ DIALOGUE = Row(tuple(Message(role, words(*numbers) + " ") for role, numbers in T
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, row: Row, loss_on: Any = "last", **options: Any) -> Encoded:
-    encoder = RowEncoder("sft", Template(tokenizer), DataOptions(**options), loss_on)
+    encoder = RowEncoder(Recipe("sft", loss_on), Template(tokenizer), DataOptions(**options))
     [result] = encoder([row])
     return result
 
@@ -125,13 +125,13 @@ def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
 @pytest.mark.parametrize(("margin", "expected"), [(2, 2.0), (0.5, 0.5), (None, None), ("much", None)])
 def test_a_margin_is_a_number_of_any_kind(plain: PreTrainedTokenizerBase, margin: Any, expected: float | None) -> None:
     columns = {} if margin is None else {"margin": margin}
-    [result] = RowEncoder("reward", Template(plain), DataOptions())([Row((), "w1", "w2", columns=columns)])
+    [result] = RowEncoder(Recipe("reward"), Template(plain), DataOptions())([Row((), "w1", "w2", columns=columns)])
     assert not isinstance(result, str)
     assert result[0].margin == expected  # type: ignore[union-attr]
 
 
 def test_a_side_without_words_is_an_end_at_once(plain: PreTrainedTokenizerBase) -> None:
-    encoder = RowEncoder("reward", Template(plain), DataOptions())
+    encoder = RowEncoder(Recipe("reward"), Template(plain), DataOptions())
     for row, ids in (
         (Row((Message("user", "w1"),), None, "w2"), ((BOS, 5, EOS), (BOS, 5, 6, EOS))),
         (Row((Message("user", "w1"),), "w2", ""), ((BOS, 5, 6, EOS), (BOS, 5, EOS))),
@@ -142,7 +142,7 @@ def test_a_side_without_words_is_an_end_at_once(plain: PreTrainedTokenizerBase) 
 
 
 def test_a_plain_text_is_learned_from_its_first_token_to_its_end(plain: PreTrainedTokenizerBase) -> None:
-    encoder = RowEncoder("sft", Template(plain), DataOptions(max_length=2), plain_text=True)
+    encoder = RowEncoder(Recipe("sft", objective="text"), Template(plain), DataOptions(max_length=2))
     rows = [Row((), "w1 w2 w3"), Row((Message("user", "w1"),), "w2"), Row((), None)]
     texts = [
         (Demonstration((BOS, 5, 6, 7, EOS), ((1, 5),)), Truncation()),
@@ -154,7 +154,7 @@ def test_a_plain_text_is_learned_from_its_first_token_to_its_end(plain: PreTrain
 def test_a_prompt_keeps_its_row_and_the_turns_that_fit(plain: PreTrainedTokenizerBase) -> None:
     turns = (Message("user", "w1 "), Message("assistant", "w2 "), Message("user", "w3"))
     rows = [Row(turns[2:], columns={"answer": 1}), Row(turns, columns={"answer": 2})]
-    encoder = RowEncoder("ppo", Template(plain), DataOptions(max_prompt_length=2))
+    encoder = RowEncoder(Recipe("ppo"), Template(plain), DataOptions(max_prompt_length=2))
     cut = Prompt((BOS, FIRST + 3), replace(rows[1], prompt=turns[2:]))
     assert encoder(rows) == [
         (Prompt((BOS, FIRST + 3), rows[0]), Truncation()),
@@ -165,7 +165,9 @@ def test_a_prompt_keeps_its_row_and_the_turns_that_fit(plain: PreTrainedTokenize
 def test_a_plain_text_without_a_bos_begins_with_its_first_word() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.bos_token = None
-    encoder = RowEncoder("sft", Template(prepare_tokenizer(tokenizer, "plain")), DataOptions(), plain_text=True)
+    encoder = RowEncoder(
+        Recipe("sft", objective="text"), Template(prepare_tokenizer(tokenizer, "plain")), DataOptions()
+    )
     assert encoder([Row((), "w4 w5")]) == [(Demonstration((4, 5, tiny.EOS), ((1, 3),)), Truncation())]
 
 
@@ -177,9 +179,10 @@ def test_a_prompt_is_rendered_once(
     template, rendered, original = Template(plain), [], rendering._render
     monkeypatch.setattr("rlhf.text.rendering._render", lambda *_: rendered.append(_[1]) or original(*_))
     rows = [Row((Message("user", f"w{i}"),), "w1", "w2") for i in range(4)]
-    RowEncoder(phase, template, DataOptions())(rows)  # what the template writes around any turn is rendered here
+    encoder = RowEncoder(Recipe(phase), template, DataOptions())
+    encoder(rows)  # what the template writes around any turn is rendered here
     rendered.clear()
-    assert all(not isinstance(item, str) for item in RowEncoder(phase, template, DataOptions())(rows))
+    assert all(not isinstance(item, str) for item in encoder(rows))
     assert sum(map(len, rendered)) == renderings * len(rows)
 
 
@@ -191,7 +194,7 @@ def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) ->
     rows += [Row((), "w1 w2", "w3"), Row((Message("user", "</s> w1"),), "<s>", "</s>")]
     rows.insert(20, Row((Message("user", words(*range(30))),), "w1", "w2"))
     for phase in PHASES:
-        encoder = RowEncoder(phase, Template(plain), DataOptions(max_length=12, max_prompt_length=8))
+        encoder = RowEncoder(Recipe(phase), Template(plain), DataOptions(max_length=12, max_prompt_length=8))
         results = encoder(rows)
         assert results == [result for row in rows for result in encoder([row])] and results[20] == "prompt too long"
         assert encoder([]) == []

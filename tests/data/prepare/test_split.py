@@ -13,11 +13,11 @@ from data.prepare.split import (
     group_of,
     normalise,
     order_by_group,
-    share_of,
     share_of_points,
     text_digest,
 )
 from rlhf.types import Message, Row
+from tests.support.texts import share_of
 
 
 @pytest.mark.parametrize(

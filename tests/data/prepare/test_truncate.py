@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.config import DataOptions
-from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, RowEncoder, Truncation
+from data.prepare.encode import Demonstration, Encoded, Preference, Prompt, Recipe, RowEncoder, Truncation
 from data.read.records import Phase
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import prepare_tokenizer
@@ -34,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, phase: Phase, row: Row, **options: Any) -> Encoded:
-    [result] = RowEncoder(phase, Template(tokenizer), DataOptions(**{"truncate": "tokens", **options}))([row])
+    [result] = RowEncoder(Recipe(phase), Template(tokenizer), DataOptions(**{"truncate": "tokens", **options}))([row])
     return result
 
 

@@ -46,8 +46,8 @@ CELLS = (
     (b"3", ":2: cells: got 1, expected 2 as in the header; quote cells that contain ','"),
     (b"3,4,5", ":2: cells: got 3, expected 2 as in the header; quote cells that contain ','"),
     (b'3,"4"5', f":2: not valid CSV: ',' expected after '\"'; {CELL}"),
-    (b"3,\xff", f":2: got byte 0xff at offset 2 of the line, {UTF8}"),
-    (b'"3\n\xe9",4', f":3: got byte 0xe9 at offset 0 of the line, {UTF8}"),
+    (b"3,\xff", f":2: got byte 0xff, {UTF8}"),
+    (b'"3\n\xe9",4', f":2: got byte 0xe9, {UTF8}"),
 )
 
 
@@ -80,14 +80,11 @@ def test_a_quote_that_is_never_closed(tmp_path: Path) -> None:
 
 def test_bad_elements_of_an_array(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    file.write_text('[{"a": 1}, 3,\n{"a": NaN}, {"b": 1, "b": 2}, {"a": ' + "1" * 5000 + '},\n"]", {"a": 2}]')
+    file.write_text('[{"a": 1}, 3,\n"]", {"a": 2}]')
     assert read(file) == [
         {"a": 1},
         f"{file}:1: row 2: got a number, {OBJECT}",
-        f"{file}:2: row 3: not valid JSON: got NaN, expected a finite number or null; fix or remove the row",
-        f'{file}:2: row 4: not valid JSON: the key "b" is repeated; fix or remove the row',
-        f"{file}:2: row 5: not valid JSON: a number has too many digits; fix or remove the row",
-        f"{file}:3: row 6: got text, {OBJECT}",
+        f"{file}:2: row 3: got text, {OBJECT}",
         {"a": 2},
     ]
 
@@ -120,7 +117,12 @@ BROKEN = (
         f":2: not valid JSON: got the end of the file (is it cut off?), expected ',' or ']' at column 1; {ARRAY}",
     ),
     ("x.json", b'[{"a": 1}] 2', f":1: not valid JSON: something follows the array at column 12; {ARRAY}"),
-    ("x.json", b"[" * 100_000, f":1: not valid JSON: nested too deeply at column 2; {ARRAY}"),
+    ("x.json", b"[" * 100_000, f":1: row 1: not valid JSON: nested too deeply; {ARRAY}"),
+    (
+        "x.json",
+        b'[{"a": 1},\n{"a": NaN}]',
+        f":2: row 2: not valid JSON: got NaN, expected a finite number or null; {ARRAY}",
+    ),
     ("x.json", b'\xef\xbb\xbf[\n{"a": "\xff"}]', f":2: got byte 0xff at offset 7 of the line, {UTF8}"),
     (
         "x.json",
@@ -132,7 +134,7 @@ BROKEN = (
     ("x.csv", b"a,b,a\n1,2,3\n", ":1: got the columns a, b, a, expected a once"),
     ("x.csv", b"a;b\n1;2\n", ":1: got one column 'a;b', expected columns separated by commas (.csv)"),
     ("x.tsv", b"a,b\n1,2\n", ":1: got one column 'a,b', expected columns separated by tabs (.tsv)"),
-    ("x.csv", b"\xff,b\n1,2\n", f":1: got byte 0xff at offset 0 of the line, {UTF8}"),
+    ("x.csv", b"\xff,b\n1,2\n", f":1: got byte 0xff, {UTF8}"),
     ("x.csv", b'"a\n', f":1: not valid CSV: unexpected end of data; {CELL}"),
     (
         "x.jsonl.gz",

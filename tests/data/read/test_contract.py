@@ -52,7 +52,7 @@ def write(expression: str, fingerprint: str = "") -> None:
 
 
 ASK = 'Row((Message("user", "w5"),), "w6", "w7"'
-ROLES = "expected system, user, assistant or tool"
+ROLES = "expected system, user, assistant, tool"
 HALF = "got half a surrogate pair at character"
 BROKEN = (
     ('yield {"prompt": "x"}', 'got {"prompt": "x"}, expected rlhf.types.Row'),

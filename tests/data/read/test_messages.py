@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from data.config import DataOptions
-from data.prepare.encode import Demonstration, RowEncoder, divided
+from data.prepare.encode import Demonstration, Recipe, RowEncoder, divided
 from data.prepare.gather import row_from_json, row_to_json
 from data.prepare.owners import unusable_reason
 from data.read.records import Skipped
@@ -192,7 +192,7 @@ def test_a_generation_block_says_what_of_a_turn_is_learned() -> None:
     )
     ours = template(source)
     for loss_on in ("last", "every"):
-        [(item, _)] = RowEncoder("sft", ours, DataOptions(), loss_on=loss_on)([read(ASK, SAY, ASK, SAY)])  # type: ignore[misc]
+        [(item, _)] = RowEncoder(Recipe("sft", loss_on), ours, DataOptions())([read(ASK, SAY, ASK, SAY)])  # type: ignore[misc]
         assert isinstance(item, Demonstration)
         learned = [ours.tokenizer.decode(item.ids[start:end]) for start, end in item.spans]
         assert learned == ["a</s>"] * (1 if loss_on == "last" else 2)

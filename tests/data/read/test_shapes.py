@@ -6,9 +6,9 @@ import pytest
 
 from data.prepare.split import PHASES
 from data.read.records import Unusable
-from data.read.shapes import SHAPES, Shape, ShapeMatch, match_shape
+from data.read.shapes import SHAPES, Shape, match_shape
 from data.read.table import Labelled, Ranked, Unanswered, phase_rows
-from data.sources.files import ColumnOptions, parse
+from data.sources.files import parse
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -259,9 +259,7 @@ def test_columns_determine_the_shape(shape: Shape) -> None:
     if "chosen" in record and "conversations" in record:
         record["conversations"] = [ASK]
     for columns in (tuple(record), tuple(reversed(record)), (*record, "id")):
-        result = match_shape(columns, None, frozenset())
-        assert isinstance(result, ShapeMatch)
-        assert (result.shape, result.extra) == (shape, tuple(set(columns) - set(record)))
+        assert match_shape(columns, None, frozenset()) == (shape, tuple(set(columns) - set(record)))
     row = parse(record, "f:1")
     assert isinstance(row, {"label": Labelled, "responses": Ranked}.get(shape.columns[-1], Row))
     assert row.prompt == (() if shape.name == "text" else Q)
@@ -353,8 +351,5 @@ def test_a_margin_is_a_number_also_where_files_have_text_only(margin: Any, cell:
 
 def test_one_side_of_a_pair_may_be_meant_so() -> None:
     record = {"prompt": "q", "chosen": "x"}
-    assert parse(record, "f:1", ColumnOptions("prompt")) == Row(
-        (Message("user", "q"),), None, None, "q", {"chosen": "x"}
-    )
-    mapped = ColumnOptions(None, (("response", "chosen"),), frozenset({"response"}))
-    assert parse(record, "f:1", mapped) == Row((Message("user", "q"),), "x", None, "q")
+    assert parse(record, "f:1", "prompt") == Row(Q, None, None, "q", {"chosen": "x"})
+    assert parse(record, "f:1", renamed={"response": "chosen"}) == Row(Q, "x", None, "q")

@@ -128,9 +128,9 @@ def test_labelled_responses() -> None:
     ]
     assert [row.prompt for row in phase_rows(items, "ppo") if isinstance(row, Row)] == [PROMPT, OTHER, PROMPT, PROMPT]
     assert list(phase_rows(items, "reward")) == [
-        Row(PROMPT, "good 1", "bad 2", "g", {"of": "good 1"}),
         Skipped("tie"),
-        Row(PROMPT, "good 2", "bad 2", "g", {"of": "good 2"}),  # after all have been read
+        Row(PROMPT, "good 1", "bad 2", "g", {"of": "good 1"}),  # after all have been read
+        Row(PROMPT, "good 2", "bad 2", "g", {"of": "good 2"}),
         Skipped(NO_COUNTERPART),
     ]
 

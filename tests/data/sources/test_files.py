@@ -11,7 +11,7 @@ from data.read.paths import TableConfig
 from data.read.records import Phase, Skipped
 from data.read.shapes import SHAPES
 from data.read.table import NO_COUNTERPART, Labelled, Parsed
-from data.sources.files import Config, column_options, parse
+from data.sources.files import Config, parse
 from rlhf.config import validate
 from rlhf.errors import UserError
 from rlhf.plugins import build
@@ -27,7 +27,7 @@ def rows(path: Path, phase: Phase, options: str = "") -> list[Row | Skipped]:
 
 
 def parsed(record: dict[str, Any], **options: str) -> Parsed:
-    return parse(record, "f:1", column_options(Config(**options)))  # type: ignore[arg-type]
+    return parse(record, "f:1", options.pop("shape", None), options)
 
 
 def parse_error(record: dict[str, Any], **options: str) -> str:

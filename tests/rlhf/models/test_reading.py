@@ -12,7 +12,7 @@ from transformers import AddedToken, AutoModelForSequenceClassification, AutoTok
 
 from data.batches import pair_batch
 from data.config import DataOptions
-from data.prepare.encode import Preference, RowEncoder
+from data.prepare.encode import Preference, Recipe, RowEncoder
 from rlhf import rewards
 from rlhf.models import reading
 from rlhf.models.scalar import ScalarModel, load_scalar_model, score_joined, score_separately
@@ -80,7 +80,7 @@ def plain_scores(path: str) -> Tensor:
 
 
 def pairs_of(template: Template) -> list[Preference]:
-    encoded = RowEncoder("reward", template, DataOptions(data_path=("none",)))(ROWS)
+    encoded = RowEncoder(Recipe("reward"), template, DataOptions(data_path=("none",)))(ROWS)
     return [each[0] for each in encoded if isinstance(each[0], Preference)]
 
 
