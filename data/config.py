@@ -8,14 +8,6 @@ from pydantic import Field, field_validator
 from rlhf.config import Config
 
 
-def _shares(words: list[str]) -> tuple[float, ...]:
-    """`2,4,4`, `2 4 4`"""
-    numbers = tuple(float(word) for word in ",".join(words).split(",") if word)
-    if len(numbers) != 3:
-        raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
-    return numbers
-
-
 class DataOptions(Config):
     """Which rows are used, how they are divided, and how they become tokens."""
 
@@ -100,8 +92,14 @@ class DataOptions(Config):
     @field_validator("data_split", mode="before")
     @classmethod
     def _split_words(cls, shares: object) -> object:
+        """`2,4,4` and `2 4 4` of the command line."""
         words = [shares] if isinstance(shares, str) else shares
-        return _shares(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else shares
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            return shares
+        numbers = tuple(float(word) for word in ",".join(words).split(",") if word)
+        if len(numbers) != 3:
+            raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
+        return numbers
 
     @field_validator("data_split")
     @classmethod

@@ -1,7 +1,7 @@
 """The dataset of each stage: rows are divided by content, tokenised to bounded length, and cached on disk."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, overload
@@ -43,7 +43,7 @@ class PromptDataset(Sequence[T]):
     """
 
     phase: Phase
-    table: datasets.Dataset | None
+    table: datasets.Dataset
     positions: np.ndarray
     """rows of `table` that are the items, in order. [N]"""
     dropped: dict[str, int] = field(default_factory=dict)
@@ -61,10 +61,8 @@ class PromptDataset(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        position = int(self.positions[index])
-        assert self.table is not None
         # The phase determines the item's type at run time; the caller's annotation tells mypy.
-        return cast(T, to_item(self.phase, self.table[position]))
+        return cast(T, to_item(self.phase, self.table[int(self.positions[index])]))
 
     @property
     def batch_elements(self) -> int:
@@ -76,7 +74,7 @@ class PromptDataset(Sequence[T]):
         """The loss weight of each item: its own, divided by the items of its batch element, so that an element weighs
         1. [N]"""
         numbers = np.arange(len(self)) if self.elements is None else self.elements
-        own = 1.0 if self.table is None or self.phase == "ppo" else self._column("weight")
+        own = 1.0 if self.phase == "ppo" else self._column("weight")
         return own / np.bincount(numbers)[numbers]
 
     @property
@@ -88,13 +86,10 @@ class PromptDataset(Sequence[T]):
     def sides(self) -> np.ndarray:
         """Tokens of each item [N, 1]; of pairs, of the longer and the shorter side [N, 2]."""
         names = ("length", "shorter") if self.phase == "reward" else ("length",)
-        if self.table is None:
-            return np.zeros((0, len(names)), dtype=np.int32)
         return np.stack([self._column(name) for name in names], axis=1)
 
     def _column(self, name: str) -> np.ndarray:
         """A column of numbers of the items. [N]"""
-        assert self.table is not None
         values: np.ndarray = self.table.data.column(name).to_numpy()[self.positions]
         return values
 
@@ -104,7 +99,7 @@ class PromptDataset(Sequence[T]):
 
         A pair is one row with a common prompt; or, if that saves too little, two rows [N, 2].
         """
-        if self.phase != "reward" or self.table is None:
+        if self.phase != "reward":
             return self.sides
         joined = self.sides.sum(1, keepdims=True) - self.prompt_lengths[:, None]
         return joined if joined.sum() < MAX_JOINED_SHARE * self.sides.sum() else self.sides
@@ -114,7 +109,6 @@ class PromptDataset(Sequence[T]):
         """Tokens of each item's prompt; of a demonstration, all before the last span of the loss. [N]"""
         if self.phase == "ppo":
             return self.lengths
-        assert self.table is not None
         if self.phase == "reward":
             return pyarrow.compute.list_value_length(self.table.data.column("prompt")).to_numpy()[self.positions]
         spans = self.table.data.column("spans").combine_chunks()
@@ -161,10 +155,18 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
             report["files"] = {file.name: manifests.digest(file) for file in sorted(staging.iterdir())}
             manifests.write_manifest(staging / cache.REPORT, report)
             disk.flush_tree(staging)
-    data = _read_entry(folder, recipe.phase)
-    require_usable(data.report, recipe.phase, options)
-    data.report["read_too"] = read_too
-    return replace(data, notes=tuple(data_warnings(data.report, recipe.phase, options)))
+    report = _read_report(folder)
+    require_usable(report, recipe.phase, options)
+    report["read_too"] = read_too
+    table = read_items(folder)
+    assert table is not None  # `require_usable` has found a row
+
+    def split(name: str, reasons: dict[str, int]) -> PromptDataset[Any]:
+        elements = _load_indices(folder / f"{name}_elements.npy") if recipe.phase == "reward" else None
+        return PromptDataset(recipe.phase, table, _load_indices(folder / f"{name}.npy"), reasons, elements)
+
+    splits = split("train", dropped(report)), split("evaluation", report["evaluation"]["dropped"])
+    return PhaseData(*splits, report, tuple(data_warnings(report, recipe.phase, options)))
 
 
 def _read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> dict[str, tuple[Phase, Origin]]:
@@ -181,10 +183,11 @@ def _read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> dict[s
     }
 
 
-def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
+def _read_report(folder: Path) -> Tree:
+    """Raises: UserError if a file of the entry differs from what was written."""
     path = folder / cache.REPORT
     try:
-        report = disk.read_json(path)
+        report: Tree = disk.read_json(path)
         if report.pop("sha256") != manifests.content_digest(report):
             raise ValueError("it differs from its own sha256")
         for name, entry in report.pop("files").items():
@@ -196,12 +199,7 @@ def _read_entry(folder: Path, phase: Phase) -> PhaseData[Any]:
         raise UserError(
             f"{path}: damaged ({reason}); remove the directory {folder}, and its rows are tokenised again"
         ) from None
-    table = read_items(folder)
-    splits: dict[str, PromptDataset[Any]] = {}
-    for name, reasons in {"train": dropped(report), "evaluation": report["evaluation"]["dropped"]}.items():
-        elements = _load_indices(folder / f"{name}_elements.npy") if phase == "reward" else None
-        splits[name] = PromptDataset(phase, table, _load_indices(folder / f"{name}.npy"), reasons, elements)
-    return PhaseData(splits["train"], splits["evaluation"], report)
+    return report
 
 
 def _load_indices(path: Path) -> np.ndarray:

@@ -113,8 +113,6 @@ def data_files(path: str) -> list[Path]:
     if local.is_dir():
         files = list(_data_files_in(local))
         files = [file for file in files if suffix(file) != ".txt"] or files
-        for script in sorted(local.glob("*.py")) if not files else ():
-            refuse_loading_script(str(script))
         got = "a directory without data files"
     elif glob.has_magic(path):
         matches = [Path(name) for name in glob.glob(str(local), recursive=True)]

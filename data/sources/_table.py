@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from data.read.paths import PARQUET_REVISION, TableConfig, is_hub_id, open_path
+from data.read.paths import TableConfig, is_hub_id, open_path
 from data.read.records import Phase, Skipped
 from data.read.table import Ranked, Table, phase_rows
 from data.sources import _parsers as parsers
 from data.sources._parsers import Texts
-from rlhf.errors import UserError
 from rlhf.types import Row
 
 SPLITS: Mapping[Phase, str] = {"sft": "train_sft", "reward": "train_prefs", "ppo": "train_gen"}
@@ -70,22 +69,13 @@ class Dataset:
     Config: type[TableConfig] = TableConfig
     combine: Callable[[Iterator[Any], Phase], Iterator[Row | Skipped]] = phase_rows
     """the rows of all records, see `Table`"""
-    script: bool = False
-    """the hub has it only as a loading script, which `datasets` does not run"""
     part: Mapping[str, str] = field(default_factory=dict)
     """subset or data_dir on the hub, if the user names none"""
     splits: Mapping[Phase, str] = field(default_factory=dict)
 
     def build(self, config: TableConfig, path: str) -> Table:
-        """Raises: UserError, with the cure, for a loading script. Needs no network for it."""
         own = config.model_dump(exclude={*TableConfig.model_fields})
         path = path or next(iter(self.HUB_IDS), "")
-        if self.script and path.casefold() in map(str.casefold, self.HUB_IDS) and is_hub_id(path):
-            raise UserError(
-                f"{self.name}: {path} ships a loading script, which `datasets` refuses to run; download its data "
-                f"files and write {self.name}:PATH, or write {self.name}:{path}@{PARQUET_REVISION} for the hub's "
-                "conversion to parquet"
-            )
         if is_hub_id(path) and config.subset is None and config.data_dir is None:
             config = config.model_copy(update=dict(self.part))
         return Table(open_path(path), config, partial(self.parse, **own), self.combine, self.splits)
@@ -94,7 +84,7 @@ class Dataset:
 DATASETS = (
     Dataset("chatbot_arena", ("lmsys/chatbot_arena_conversations",), parsers.chatbot_arena),
     # The hub has only a script; the English HC3 has the same columns.
-    Dataset("hc3_chinese", ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3"), parsers.hc3_chinese, script=True),
+    Dataset("hc3_chinese", ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3"), parsers.hc3_chinese),
     Dataset(
         "helpsteer", ("nvidia/HelpSteer", "nvidia/HelpSteer2"), parsers.helpsteer, HelpSteer, parsers.rows_by_prompt
     ),
@@ -107,12 +97,11 @@ DATASETS = (
     Dataset("helpsteer3", ("nvidia/HelpSteer3",), parsers.helpsteer3, part={"subset": "preference"}),
     Dataset("hh_rlhf", ("Anthropic/hh-rlhf",), parsers.hh_rlhf),
     Dataset("miracl", ("Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12"), parsers.miracl),
-    Dataset("mkqa", ("apple/mkqa",), parsers.mkqa, Mkqa, script=True),
-    Dataset("qag_jaquad", ("lmqg/qag_jaquad",), parsers.qag_jaquad, script=True),
+    Dataset("mkqa", ("apple/mkqa",), parsers.mkqa, Mkqa),
+    Dataset("qag_jaquad", ("lmqg/qag_jaquad",), parsers.qag_jaquad),
     # Questions on one paragraph stay in one split.
     Dataset(
         "qg_jaquad", ("lmqg/qg_jaquad",), Texts("question", "sentence", columns=("answer",), group="paragraph"),
-        script=True,
     ),
     Dataset(
         "rlhf_reward_datasets", ("yitingxie/rlhf-reward-datasets",), partial(parsers.rm_static, marker="Assistant:")
@@ -130,7 +119,7 @@ DATASETS = (
         Texts("prompt", "chosen", "rejected", strip=True),
     ),
     Dataset("ultrafeedback", ("HuggingFaceH4/ultrafeedback_binarized",), parsers.ultrafeedback, splits=SPLITS),
-    Dataset("webgpt", ("openai/webgpt_comparisons",), parsers.webgpt, script=True),
+    Dataset("webgpt", ("openai/webgpt_comparisons",), parsers.webgpt),
     Dataset("zhihu_kol", ("wangrui6/Zhihu-KOL",), Texts("INSTRUCTION", "RESPONSE", columns=("METADATA",), strip=True)),
 )  # fmt: skip
 ROWS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in DATASETS})

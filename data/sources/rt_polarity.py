@@ -18,6 +18,7 @@ from pydantic import Field
 from data.read.columns import read_choice
 from data.read.paths import TableConfig, open_path
 from data.read.records import Phase, Skipped, read_text
+from data.read.remote import refuse_failures
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
@@ -65,8 +66,8 @@ class Reviews:
 
     def _pairs(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
         """(pairs of the i-th positive and the i-th negative sentence, sentences that are left out)."""
-        read_sides = _read_files if _is_directory(self.path) else _read_table
-        sides = read_sides(self.path, self.config)
+        is_directory = _is_directory(self.path)
+        sides = _read_files(self.path) if is_directory else _read_table(self.path, self.config)
         skipped = [sentence for side in sides for sentence in side if isinstance(sentence, Skipped)]
         detokenized = [[detokenize(sentence) for sentence in side if isinstance(sentence, str)] for side in sides]
         positive, negative = (list(dict.fromkeys(side)) for side in detokenized)
@@ -117,18 +118,14 @@ def _find_file(path: str, side: str) -> Path:
     raise UserError(f"{path}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
 
 
-def _read_files(path: str, config: Config) -> tuple[Sentences, Sentences]:
-    positive, negative = (_read_sentences(_find_file(path, side)) for side in ("pos", "neg"))
-    return positive, negative
+def _read_files(path: str) -> list[Sentences]:
+    return [_read_sentences(_find_file(path, side)) for side in ("pos", "neg")]
 
 
 def _read_sentences(path: Path) -> Sentences:
     """The lines that are not blank. The original files are in Latin-1, some copies in UTF-8."""
-    data = path.read_bytes()
-    try:
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error})") from None
+    with refuse_failures(path, EOFError), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        data = file.read()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -139,8 +136,8 @@ def _read_sentences(path: Path) -> Sentences:
     return lines
 
 
-def _read_table(path: str, config: Config) -> tuple[Sentences, Sentences]:
-    sides: tuple[Sentences, Sentences] = ([], [])
+def _read_table(path: str, config: Config) -> list[Sentences]:
+    sides: list[Sentences] = [[], []]
     for location, record in open_path(path).records(config.split or "train", config):
         if isinstance(record, Skipped):
             sides[0].append(record)

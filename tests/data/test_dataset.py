@@ -255,22 +255,12 @@ def test_impossible_shares(split: tuple[float, float, float]) -> None:
         DataOptions(data_split=split)
 
 
-# --- dialogues that begin or end alike
+# --- dialogues that begin alike
 
 
 def dialogue(*turns: str) -> dict[str, Any]:
     """The template writes nothing between two contents, so each ends in a space."""
     return {"messages": [dict(zip(("role", "content"), f"{turn} ".split(": "), strict=True)) for turn in turns]}
-
-
-def test_a_dialogue_that_ends_in_thanks_has_a_last_answer(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
-    """Fine-tuning learns it; PPO responds to the whole."""
-    row = dialogue("user: w1", "assistant: w2", "user: w3", "assistant: w4", "user: w5")
-    learned = one_item(tmp_path, plain, "sft", row)
-    assert isinstance(learned, Demonstration)
-    assert learned.ids == (BOS, *ids(1, 2, 3, 4), EOS) and learned.spans == ((4, 6),)
-    prompt = one_item(tmp_path, plain, "ppo", row)
-    assert isinstance(prompt, Prompt) and prompt.ids == (BOS, *ids(1, 2, 3, 4, 5))
 
 
 def opened_lengths(tmp_path: Path, plain: PreTrainedTokenizerBase, rows: Iterable[dict[str, Any]]) -> tuple[int, int]:

@@ -67,23 +67,11 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 # --- rows and files that cannot be read, on the command line
 
 LINE = "fix or remove the line; --skip-bad-rows 1 continues without it"
-SKIP = "--skip-bad-rows 1 continues without it"
-BAD_ROWS = {
-    "malformed JSON": (
-        b'{"prompt": "a" "chosen": "b"}',
-        f"not valid JSON: Expecting ',' delimiter at column 16; {LINE}",
-    ),
-    "a margin beyond floating point": (
-        b'{"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1' + b"0" * 400 + b"}",
-        f"margin: got 1{'0' * 56}..., expected a number; {SKIP}",
-    ),
-}
 
 
-@pytest.mark.parametrize("fault", BAD_ROWS)
-def test_a_bad_row_stops_the_run(fault: str, refused: Callable[..., str]) -> None:
-    line, message = BAD_ROWS[fault]
-    Path("x.jsonl").write_bytes(lines(20).encode() + line + b"\n" + lines(3).encode())
+def test_a_bad_row_stops_the_run(refused: Callable[..., str]) -> None:
+    Path("x.jsonl").write_text(lines(20) + '{"prompt": "a" "chosen": "b"}\n' + lines(3))
+    message = f"not valid JSON: Expecting ',' delimiter at column 16; {LINE}"
     assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl") == f"x.jsonl:21: {message}"
 
 
@@ -94,12 +82,7 @@ def many(every: int = 40) -> str:
 
 # --- data that leaves nothing, or too little, to train on
 
-NOTHING = (
-    "expected rows with a response; add some, or change --data-split (1,0,0), --eval-fraction (0.2), --max-length (48) "
-    "or --max-prompt-length (24)"
-)
 TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
-    "blank lines only": ("\n \r\n\t\n", [], f"0 usable rows for training in sft; of 0 rows: none; {NOTHING}"),
     "too many empty responses": (
         lines(30).replace("kind", " ", 10),
         ["--max-dropped", "0.3"],
@@ -142,24 +125,6 @@ def test_fewer_rows_to_evaluate_on_than_ranks(refused: Callable[..., str]) -> No
         "step1_sft: x.jsonl, one.jsonl: sft got 39 rows with a response to train on and 1 held out, of 41 rows (39 "
         "train, 1 prompt held out for evaluation, 1 evaluation); expected at least 16 (one batch) and 2; add rows, or "
         "lower --sft.batch-size"
-    )
-
-
-# --- what cannot be started from
-
-
-def test_a_context_without_room(refused: Callable[..., str]) -> None:
-    Path("x.jsonl").write_text(lines(20))
-    assert refused(sft.main, *SMALL, *ONE_SHARE, "--data-path", "x.jsonl", "--max-length", "129") == (
-        "model 'demo-llama': its context is 128 tokens, but sequences may have 129; lower --max-length, "
-        "--max-prompt-length or --response-length"
-    )
-
-
-def test_a_loading_script(refused: Callable[..., str]) -> None:
-    Path("squad.py").write_text("import datasets\nraise SystemExit\nclass S(datasets.GeneratorBasedBuilder): ...\n")
-    assert refused(sft.main, *SMALL, "--data-path", "squad.py,rows=3:train").startswith(
-        "squad.py: got a loading script of `datasets`, which is code and no longer run; give the files it reads"
     )
 
 

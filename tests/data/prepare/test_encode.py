@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,23 +97,6 @@ def test_turns_that_are_left_of_a_cut_prompt_are_learned(plain: PreTrainedTokeni
         assert result[0].ids == (BOS, *(FIRST + i for i in [*range(5 - count, 5), 5, 6, 7, 8]), EOS)  # type: ignore[union-attr]
 
 
-def test_what_was_cut_is_told_apart(plain: PreTrainedTokenizerBase) -> None:
-    """BOS, four words and three of a response with EOS: 9 tokens fit whole; a prompt keeps a fourth of max_length."""
-    row = Row((Message("user", words(1, 2, 3, 4)),), words(5, 6, 7))
-    long = Row((Message("user", words(1)),), words(*range(2, 12)))
-    for source_row, length, cut in (
-        (row, 9, Truncation()),
-        (row, 8, Truncation(prompt=True)),
-        (long, 8, Truncation(response=True)),
-    ):
-        result = encoded(plain, source_row, max_length=length, truncate="tokens")
-        assert not isinstance(result, str) and result[1] == cut
-    fourth = encoded(plain, Row(row.prompt, long.response), max_length=8, truncate="tokens")
-    assert learned(fourth) == [2, 3, 4, 5, 6]  # BOS and two of the prompt's words stay
-    both = encoded(plain, Row(row.prompt, long.response), max_length=4, truncate="tokens")
-    assert not isinstance(both, str) and both[1] == Truncation(prompt=True, response=True)
-
-
 def test_the_eos_that_stands_for_a_bos_stays_at_the_head() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.bos_token = None
@@ -198,11 +180,3 @@ def test_many_rows_give_what_each_gives_alone(plain: PreTrainedTokenizerBase) ->
         results = encoder(rows)
         assert results == [result for row in rows for result in encoder([row])] and results[20] == "prompt too long"
         assert encoder([]) == []
-
-
-def test_a_special_token_in_a_text_is_text(plain: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    result = encoded(plain, Row((Message("user", "w1 </s> w2"),), "w3 </s>"))
-    assert not isinstance(result, str)
-    ids = result[0].ids  # type: ignore[union-attr]
-    assert ids.count(EOS) == 1
-    assert ids[-1] == EOS

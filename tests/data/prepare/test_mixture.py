@@ -64,6 +64,13 @@ def test_mistaken_data_paths(data_path: str, message: str) -> None:
         open_origin(data_path)
 
 
+def test_a_loading_script_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("squad.py").write_text("import datasets\nraise SystemExit\nclass S(datasets.GeneratorBasedBuilder): ...\n")
+    with pytest.raises(UserError, match=r"^squad.py: got a loading script of `datasets`, which is code and no longer"):
+        open_origin("squad.py,rows=3:train")
+
+
 def test_a_plug_in_of_ones_own_among_others(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from rlhf.config import Config\nfrom rlhf.types import Message, Row\n"

@@ -75,12 +75,3 @@ def test_a_last_token_alone_teaches_nothing(tmp_path: Path, tokenizer: PreTraine
     for length, contexts in ((8, [8]), (4, [4, 4]), (7, [7, 2])):
         data = packed(tokenizer, data_path=(f"{tmp_path}/a.txt",), max_length=length, eval_fraction=0.0)
         assert [len(item.ids) for item in data.train] == contexts  # type: ignore[union-attr]
-
-
-def test_rows_with_prompts_are_no_plain_text(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    path = tmp_path / "x.jsonl"
-    rows = [{"text": text} for text in texts(20)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "y.jsonl").write_text('{"prompt": "w1", "response": "w2"}\n')
-    data = packed(tokenizer, data_path=(str(path), f"{tmp_path}/y.jsonl"), max_length=32, eval_fraction=0.0)
-    assert data.train.dropped == {"not plain text": 1}

@@ -43,24 +43,12 @@ def post(text: str) -> dict[str, Any]:
     return {"post_id": text, "domain": text, "history": f"ask {text}", **refs, "labels": 1, "score_ratio": 3.0}
 
 
-def instruction(text: str) -> dict[str, str]:
-    return {"prompt": text, "chosen": f"good {text}", "rejected": f"bad {text}"}
-
-
-def question(text: str) -> dict[str, Any]:
-    sides = {"answer_0": f"good {text}", "answer_1": f"bad {text}", "score_0": 1.0, "score_1": -1.0}
-    return {"question": {"dataset": "eli5", "id": text, "full_text": f"why {text}"}, **sides}
-
-
 SHARD = "-00000-of-00001-0a1b.parquet"
 HH_PARTS = ("harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled")
 CLONES: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...]]] = {
     "Dahoas/rm-static": (static, (f"data/train{SHARD}", f"data/test{SHARD}")),
-    "Dahoas/full-hh-rlhf": (static, (f"data/train{SHARD}", f"data/test{SHARD}")),
-    "Dahoas/synthetic-instruct-gptj-pairwise": (instruction, (f"data/train{SHARD}",)),
     "stanfordnlp/SHP": (post, tuple(f"ask{a}/{b}.json" for a in "xy" for b in ("train", "validation", "test"))),
     "Anthropic/hh-rlhf": (pair, tuple(f"{part}/{split}.jsonl.gz" for part in HH_PARTS for split in ("train", "test"))),
-    "openai/webgpt_comparisons": (question, ("comparisons.jsonl",)),
 }
 RED_TEAM = "red-team-attempts/red_team_attempts.jsonl.gz"
 
@@ -121,7 +109,7 @@ def test_a_clone_is_read_by_the_source_of_the_dataset(hub_id: str, tmp_path: Pat
     assert parse_data_path(str(folder))[0] != "files"
     assert by_address.source.parse is not None and type(by_name.source) is type(by_address.source)  # type: ignore[attr-defined]
     rows = [row for row in by_address.rows("reward") if isinstance(row, Row)]
-    trained = [file for file in CLONES[hub_id][1] if "train" in file or "comparisons" in file]
+    trained = [file for file in CLONES[hub_id][1] if "train" in file]
     assert len(rows) == 2 * len(trained) and row is not None
     assert all("good" in (each.response or "") or "chosen" in (each.response or "") for each in rows)
 
@@ -174,12 +162,6 @@ def test_files_without_names_of_splits_are_all_read(tmp_path: Path) -> None:
     (tmp_path / "three.csv").write_text("text\nx\n")
     with pytest.raises(UserError, match=r"got three\.csv beside \.jsonl files, expected files of one format; name its"):
         records(tmp_path, None)
-
-
-def test_a_clone_of_a_loading_script_alone_says_so(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("import datasets\nclass X(datasets.GeneratorBasedBuilder):\n    pass\n")
-    with pytest.raises(UserError, match="got a loading script of `datasets`"):
-        open_path(str(tmp_path))
 
 
 # --- the hub's local caches, offline

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data.read.formats import SUFFIXES, read_records, suffix
+from data.read.formats import read_records, suffix
 from data.read.paths import TableConfig, open_path
 from data.read.records import Skipped
 from rlhf.errors import UserError
@@ -132,9 +132,3 @@ def test_a_line_of_ten_megabytes(tmp_path: Path, name: str) -> None:
     else:
         write(tmp_path / name, [{"text": long}])
     assert [record for _, record in read_records(tmp_path / name)] == [{"text": long}]
-
-
-def test_the_names_of_files() -> None:
-    assert suffix(Path("a/x.jsonl")) == suffix(Path("x.JSONL.GZ")) == ".jsonl"
-    assert suffix(Path("x.tar.gz")) == ".tar"
-    assert set(SUFFIXES) == {".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt"}

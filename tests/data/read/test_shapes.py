@@ -318,6 +318,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
     ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "inf"}, "margin: got Infinity, expected a number"),
+    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": 10**400}, "margin: got 1000"),
     ({"chosen": [ASK, ONE], "rejected": [ASK, TWO], "margin": [1]}, "margin: got [1], expected a number"),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": 1}, "preference: got 1, expected text"),

@@ -10,7 +10,7 @@ import pytest
 from data.read.paths import TableConfig
 from data.read.records import Phase, Skipped
 from data.read.shapes import SHAPES
-from data.read.table import NO_COUNTERPART, Labelled, Parsed
+from data.read.table import Labelled, Parsed
 from data.sources.files import Config, parse
 from rlhf.config import validate
 from rlhf.errors import UserError
@@ -120,20 +120,6 @@ def test_a_shape_that_there_is_not() -> None:
 def test_a_path_is_required() -> None:
     with pytest.raises(UserError, match=r"^got no path, expected a file"):
         build("data.sources", "files", "")
-
-
-def test_documents_are_texts(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("one\nline\n\ntwo\n")
-    assert rows(tmp_path, "sft") == [Row((), "one\nline"), Row((), "two")]
-
-
-def test_labelled_rows_in_each_phase(tmp_path: Path) -> None:
-    talk = [("q", "good", True), ("p", "bad", False), ("q", "bad", False)]
-    lines = [json.dumps({"prompt": ask, "completion": reply, "label": good}) for ask, reply, good in talk]
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    assert rows(tmp_path, "sft") == [Row(Q, "good", None, "q"), BAD, BAD]
-    assert rows(tmp_path, "reward") == [Row(Q, "good", "bad", "q"), Skipped(NO_COUNTERPART)]
-    assert [row.group for row in rows(tmp_path, "ppo") if isinstance(row, Row)] == ["q", "p", "q"]
 
 
 # --- real files
