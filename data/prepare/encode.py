@@ -1,9 +1,9 @@
 """Encoding of rows: each becomes token ids of bounded length, or a reason why it was dropped. No tensors yet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from data.config import DataOptions
 from data.read.records import Phase, Skipped, Unusable
@@ -83,13 +83,16 @@ Encoded = tuple[Item, Truncation] | str
 """an item and what was truncated, or the reason why the row was dropped"""
 
 
-def divided(template: Template, loss_on: LossOn, row: Row) -> Iterator[Row | Skipped]:
+def divided(template: Template, recipe: Recipe, row: Row) -> Iterator[Row | Skipped]:
     """The row; one row for each assistant turn, if all turns are learned and the template writes earlier ones otherwise
     than the model generates them; or why the template would leave a part of it out."""
+    if recipe.objective == "text":
+        yield row
+        return
     refusal = unread(row, template.tokenizer)
     if refusal:
         yield Skipped(f"{row.location}: {refusal}" if row.location else refusal, bad=True)
-    elif loss_on == "every" and row.response is not None and template.rewrites_turns(row):
+    elif recipe.loss_on == "every" and row.response is not None and template.rewrites_turns(row):
         context = tuple(replace(message, learned=False) for message in row.prompt)
         for i, message in enumerate(row.prompt):
             if message.role == "assistant" and message.learned and i > 0:
@@ -128,15 +131,13 @@ class RowEncoder:
 
     def _demonstrations(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         texts = self.template.prompt_texts(rows)
-        prompts, responses = self.template.prompt_ids_many(rows, texts), self._side(rows, "response", texts)
-        for row, prompt, response in zip(rows, prompts, responses, strict=True):
-            try:
-                fitted, (answer,), cut = self._truncate(row, prompt, response)
-            except Unusable as reason:
-                yield str(reason)
-                continue
-            ids = (*fitted.ids, *answer)
-            yield Demonstration(ids, self._spans(row, fitted, len(ids)), row.weight), cut
+        prompts = self.template.prompt_ids_many(rows, texts)
+        return _each(self._demonstration, rows, prompts, self._side(rows, "response", texts))
+
+    def _demonstration(self, row: Row, prompt: Ids, response: Ids) -> Encoded:
+        fitted, (answer,), cut = self._truncate(row, prompt, response)
+        ids = (*fitted.ids, *answer)
+        return Demonstration(ids, self._spans(row, fitted, len(ids)), row.weight), cut
 
     def _spans(self, row: Row, prompt: FittedPrompt, size: int) -> Spans:
         if self.recipe.loss_on == "all":
@@ -156,38 +157,33 @@ class RowEncoder:
         texts = self.template.prompt_texts(rows)
         prompts = self.template.prompt_ids_many(rows, texts)
         sides = (self._side(rows, side, texts) for side in ("response", "rejected"))
-        rest = list(self.template.ending[1:])  # a score is read where the template's text ends
-        for row, prompt, chosen, rejected in zip(rows, prompts, *sides, strict=True):
-            try:
-                yield self._preference(row, prompt, chosen + rest, rejected + rest)
-            except Unusable as reason:
-                yield str(reason)
+        return _each(self._preference, rows, prompts, *sides)
 
     def _preference(self, row: Row, prompt: Ids, one: Ids, other: Ids) -> Encoded:
+        rest = list(self.template.ending[1:])  # a score is read where the template's text ends
         if one == other:
             raise Unusable("equal sides")
-        fitted, (chosen, rejected), cut = self._truncate(row, prompt, one, other)
+        fitted, (chosen, rejected), cut = self._truncate(row, prompt, one + rest, other + rest)
         if chosen == rejected:
             raise Unusable("equal sides after truncation")
-        margin = row.columns.get("margin")
-        margin = float(margin) if isinstance(margin, int | float) else None
-        subset = row.columns.get("subset")
-        subset = str(subset) if isinstance(subset, str | int) else ""
-        sides = (*fitted.ids, *chosen), (*fitted.ids, *rejected)
-        return Preference(*sides, len(fitted.ids), margin, subset, row.weight), cut
+        margin, subset = row.columns.get("margin"), row.columns.get("subset")
+        return Preference(
+            (*fitted.ids, *chosen),
+            (*fitted.ids, *rejected),
+            len(fitted.ids),
+            float(margin) if isinstance(margin, int | float) else None,
+            str(subset) if isinstance(subset, str | int) else "",
+            row.weight,
+        ), cut
 
     def _prompts(self, rows: Sequence[Row]) -> Iterator[Encoded]:
-        for row, ids in zip(rows, self.template.prompt_ids_many(rows), strict=True):
-            try:
-                fitted = self._fit_prompt(row, ids, self.options.max_prompt_length)
-            except Unusable as reason:
-                yield str(reason)
-                continue
-            cut = fitted.messages is not row.prompt
-            yield (
-                Prompt(tuple(fitted.ids), replace(row, prompt=tuple(fitted.messages)) if cut else row),
-                Truncation(prompt=cut, prompt_digest=fitted.digest),
-            )
+        return _each(self._prompt, rows, self.template.prompt_ids_many(rows))
+
+    def _prompt(self, row: Row, ids: Ids) -> Encoded:
+        fitted = self._fit_prompt(row, ids, self.options.max_prompt_length)
+        cut = fitted.messages is not row.prompt
+        item = Prompt(tuple(fitted.ids), replace(row, prompt=tuple(fitted.messages)) if cut else row)
+        return item, Truncation(prompt=cut, prompt_digest=fitted.digest)
 
     def _side(self, rows: Sequence[Row], side: str, texts: Sequence[str]) -> list[Ids]:
         """The ids of the turn `response` or `rejected` of each row. texts: of the prompts"""
@@ -222,6 +218,15 @@ class RowEncoder:
         if fitted is None:
             raise Unusable("prompt too long")
         return fitted
+
+
+def _each(encode: Callable[..., Encoded], *columns: Sequence[Any]) -> Iterator[Encoded]:
+    """`encode` of each row, whose values are in `columns`; or the reason why it is unusable."""
+    for values in zip(*columns, strict=True):
+        try:
+            yield encode(*values)
+        except Unusable as reason:
+            yield str(reason)
 
 
 def _find_spans(flags: Sequence[bool]) -> Spans:

@@ -5,7 +5,7 @@ import decimal
 import json
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from json import JSONEncoder
@@ -16,13 +16,14 @@ from datasets import Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from data.config import DataOptions
-from data.prepare.encode import Recipe
+from data.prepare.encode import Recipe, divided
 from data.prepare.mixture import Origin, origins_of_other_phases
 from data.prepare.owners import PromptOwners, unusable_reason
 from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
 from data.read.columns import first_user_text
-from data.read.records import Phase, Skipped
+from data.read.records import Phase
 from rlhf.errors import UserError
+from rlhf.text.dialogues import Template
 from rlhf.types import Message, Row
 
 ROWS_IN_BATCH = 1000
@@ -53,12 +54,6 @@ TABLE = [
     ("point", "u8"),  # a number of `group_digest`
 ]
 """what determines the use of a row"""
-
-Divide = Callable[[Row], Iterable[Row | Skipped]]
-
-
-def one_row(row: Row) -> Iterable[Row | Skipped]:
-    return (row,)
 
 
 @dataclass
@@ -114,11 +109,9 @@ def gather(
     options: DataOptions,
     recipe: Recipe,
     file: Path,
-    divide: Divide = one_row,
+    template: Template,
 ) -> GatheredRows:
     """Read every origin to its end, or a stream as far as needed, and write the rows as JSON into an Arrow file.
-
-    divide: the rows that the chat template makes of one, or why it makes none
 
     Raises: UserError if an origin cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
@@ -126,7 +119,7 @@ def gather(
     phase, owners = recipe.phase, PromptOwners(options)
     counts = [RowCounts() for _ in origins]
     with ArrowWriter(features=Features(row=Value("string")), path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
-        reader = _read(origins, options, recipe, owners, counts, divide)
+        reader = _read(origins, options, recipe, owners, counts, template)
         table = np.fromiter(_write(reader, writer), TABLE)
         writer.finalize()
     rows = GatheredRows(table, np.ones(len(table), dtype=bool), counts)
@@ -157,13 +150,13 @@ def _read(
     recipe: Recipe,
     owners: PromptOwners,
     counts: Sequence[RowCounts],
-    divide: Divide,
+    template: Template,
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(JSON, entry of TABLE) of each row that the phase can use, and that no other phase owns by its text alone."""
     phase, seed = recipe.phase, options.data_seed
     for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
         missing = _stream_limit(origin, options, phase)
-        for row in _valid_rows(origin, phase, options, row_counts, divide):
+        for row in _valid_rows(origin, recipe, options, row_counts, template):
             share, group, point = _assign_share(row, origin, phase, options, owners)
             row_counts.add_group(group, row)
             held_out = share == "evaluation"
@@ -239,10 +232,11 @@ def _assign_share(
 
 
 def _valid_rows(
-    origin: Origin, phase: Phase, options: DataOptions, row_counts: RowCounts, divide: Divide
+    origin: Origin, recipe: Recipe, options: DataOptions, row_counts: RowCounts, template: Template
 ) -> Iterator[Row]:
     """The rows of an origin. Those that are skipped are counted."""
-    parsed = (divide(row) if isinstance(row, Row) else (row,) for row in origin.rows(phase))
+    rows = origin.rows(recipe.phase)
+    parsed = (divided(template, recipe, row) if isinstance(row, Row) else (row,) for row in rows)
     for row in chain.from_iterable(parsed):
         row_counts.rows += 1
         if isinstance(row, Row):

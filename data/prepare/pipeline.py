@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataOptions
-from data.prepare.encode import Recipe, RowEncoder, divided
-from data.prepare.gather import GatheredRows, gather, one_row
+from data.prepare.encode import Recipe, RowEncoder
+from data.prepare.gather import GatheredRows, gather
 from data.prepare.mixture import Origin
 from data.prepare.pack import pack
 from data.prepare.report import BEYOND_LIMIT, CUT_TO_HELD_OUT, item_columns, make_report
@@ -31,8 +31,7 @@ def build_dataset(
 ) -> Tree:
     """Write the items, and the item numbers of both splits, into `folder`. Returns the report."""
     raw = folder / "rows.arrow"
-    divide = one_row if recipe.objective == "text" else partial(divided, template, recipe.loss_on)
-    rows = gather(origins, options, recipe, raw, divide)
+    rows = gather(origins, options, recipe, raw, template)
     held_out, train = (_order_rows(rows, rows.table["held_out"] == side) for side in (True, False))
     rows.count(held_out[options.max_eval_rows :], BEYOND_LIMIT["evaluation"])
     held_out = held_out[: options.max_eval_rows]

@@ -112,11 +112,7 @@ def read_entry(path: str) -> tuple[Entry, Path]:
 
 
 def _check(values: Record, location: str) -> Entry:
-    """The entry. A key whose value is null counts as left out."""
-    values = {key: value for key, value in values.items() if value is not None}
-    for section in ("columns", "tags"):
-        if isinstance(values.get(section), dict):
-            values[section] = {key: value for key, value in values[section].items() if value is not None}
+    """The entry. Raises: UserError for a mistake, with the key."""
     if "hf_hub_url" in values:
         values = {key: value for key, value in values.items() if key not in OTHER_HUBS}
     if values.get("formatting") == "openai" and "tags" not in values:

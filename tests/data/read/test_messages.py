@@ -163,10 +163,10 @@ ASKS = "{% if add_generation_prompt %}[assistant]{% endif %}"
     ],
 )
 def test_what_the_template_does_not_read_is_refused_by_its_place(row: Row, reason: str) -> None:
-    [result] = divided(template(BODY + ASKS), "last", row)
+    [result] = divided(template(BODY + ASKS), Recipe("sft", "last"), row)
     assert isinstance(result, Skipped) and result.bad
     assert result.reason.startswith(f"f.jsonl:3: the chat template {reason}") and "--chat-template" in result.reason
-    [kept] = divided(template(BODY + ASKS), "last", read(ASK, SAY))
+    [kept] = divided(template(BODY + ASKS), Recipe("sft", "last"), read(ASK, SAY))
     assert kept == read(ASK, SAY)
 
 
@@ -179,9 +179,9 @@ def test_a_role_that_the_template_does_not_write_is_refused(role: str) -> None:
     )
     row = read(*turns, SAY)
     for source in (hides, as_user) if role == "tool" else (hides,):
-        [result] = divided(template(source), "last", row)
+        [result] = divided(template(source), Recipe("sft", "last"), row)
         assert isinstance(result, Skipped) and f"does not write messages of the role {role}" in result.reason
-    assert list(divided(template(BODY + ASKS), "last", row)) == [row]
+    assert list(divided(template(BODY + ASKS), Recipe("sft", "last"), row)) == [row]
 
 
 def test_a_generation_block_says_what_of_a_turn_is_learned() -> None:
@@ -206,10 +206,12 @@ def test_every_turn_of_a_template_that_drops_old_thoughts_has_a_row_of_its_own()
     )
     thinking = {**SAY, "thinking": "hm"}
     row = read(ASK, thinking, ASK, {**thinking, "weight": 0}, ASK, thinking)
-    first, last = divided(template(forgets), "every", row)
+    first, last = divided(template(forgets), Recipe("sft", "every"), row)
     assert isinstance(first, Row) and isinstance(last, Row)
     assert (len(first.prompt), len(last.prompt)) == (1, 5)
     assert first.response_keys == last.response_keys == {"thinking": "hm"}
     assert not any(message.learned for part in (first, last) for message in part.prompt if message.role == "assistant")
-    assert list(divided(template(forgets), "last", row)) == [row]
-    assert list(divided(template(BODY + ASKS), "every", read(ASK, SAY, ASK, SAY))) == [read(ASK, SAY, ASK, SAY)]
+    assert list(divided(template(forgets), Recipe("sft", "last"), row)) == [row]
+    assert list(divided(template(BODY + ASKS), Recipe("sft", "every"), read(ASK, SAY, ASK, SAY))) == [
+        read(ASK, SAY, ASK, SAY)
+    ]
