@@ -137,11 +137,12 @@ def test_the_phases_and_evaluation_share_no_prompt(tmp_path: Path, plain: PreTra
 def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
     phase: Any, tmp_path: Path, plain: PreTrainedTokenizerBase
 ) -> None:
-    """Of 60 dialogues the model sees the last turn alone, one of twelve. The others are short, and not cut."""
+    """Of 60 dialogues the model sees the last turn alone, one of twelve. The others are short and not cut, and five of
+    them are such a last turn."""
     rows = []
     for i in range(80):
         long = [("user", words(*range(20 + i, 40 + i))), ("assistant", words(1)), ("user", words(500 + i % 12))]
-        turns = long if i < 60 else [("user", words(100 + i))]
+        turns = long if i < 60 else [("user", words(500 + i % 12 if i < 65 else 100 + i))]
         prompt = [{"role": role, "content": content} for role, content in turns]
         rows.append({"prompt": prompt, "chosen": words(i, 3), "rejected": words(i, 4)})
     shares = tuple(float(name == phase) for name in PHASES)
@@ -161,9 +162,13 @@ def test_a_held_out_prompt_stays_held_out_once_old_turns_are_cut(
     for limit in (1, len(train) // 2, len(train)):  # held-out rows do not count
         limited = open_datasets(options.model_copy(update={"max_train_rows": limit}), Recipe(phase), plain)
         assert [prompt_digest(item) for item in limited.train] == train[:limit]
+    held_out_texts = {text for text, out in zip(last, evaluated, strict=True) if out}
+    alike = sum(train.count(prompt) > 1 for prompt in train) - sum(text not in held_out_texts for text in last[60:65])
+    [note] = [note for note in opened.notes if "same prompt as another dialogue" in note]
+    assert note.startswith(f"{alike} of {len(train)} training rows have the same prompt") and alike > 1
     whole = options.model_copy(update={"max_prompt_length": 64})
     opened = open_datasets(whole, Recipe(phase), plain)
-    assert len(opened.train) == 80 - sum(evaluated)
+    assert len(opened.train) == 80 - sum(evaluated) and not any("dialogue" in note for note in opened.notes)
 
 
 def prompt_digest(item: Item) -> tuple[int, ...]:
