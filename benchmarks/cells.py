@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -156,11 +156,7 @@ def train_model(options: CellOptions, variant: Variant, seed: int, directory: Pa
         REWARD_MODELLING.run(chain.reward)
 
 
-Measure = Callable[[Any, int], Mapping[str, float]]
-"""(options of a finished step 3, seed) -> more metrics of its cell"""
-
-
-def run_cell(options: CellOptions, variant: Variant, seed: int, measure: Measure | None = None) -> None:
+def run_cell(options: CellOptions, variant: Variant, seed: int) -> None:
     """Step 3 of a variant, with the judge as a reward source of weight 0; writes the cell and removes the run."""
     from step3_ppo import stage
 
@@ -170,8 +166,7 @@ def run_cell(options: CellOptions, variant: Variant, seed: int, measure: Measure
     start = time.process_time()
     stage.run(ppo)
     cell = read_run(variant.name, seed, Path(ppo.output_dir) / "step3_ppo", time.process_time() - start)
-    more = {} if measure is None else measure(ppo, seed)
-    write_cell(path, replace(cell, metrics={**cell.metrics, **more}))
+    write_cell(path, cell)
     shutil.rmtree(ppo.output_dir)
 
 
@@ -283,7 +278,11 @@ def run_models(options: CellOptions, variants: Sequence[tuple[Variant, int]]) ->
     run_jobs(jobs, options.processes)
 
 
-def run_grid(options: CellOptions, variants: Sequence[Variant], measure: Measure | None = None) -> list[Cell]:
+def run_grid(
+    options: GridOptions,
+    variants: Sequence[Variant],
+    run: Callable[[GridOptions, Variant, int], None] = run_cell,
+) -> list[Cell]:
     """The cells of all variants and seeds that are finished after this call; those of a seed one after the other, so
     that an interrupted call leaves whole seeds."""
     grid = [(variant, seed) for seed in range(options.seeds) for variant in variants]
@@ -292,7 +291,7 @@ def run_grid(options: CellOptions, variants: Sequence[Variant], measure: Measure
     jobs = []
     for variant, seed in todo:
         log = _logs(options) / f"{cell_file(options, variant, seed).stem}.log"
-        jobs.append(Job(f"{variant.name}, seed {seed}", partial(run_cell, options, variant, seed, measure), log))
+        jobs.append(Job(f"{variant.name}, seed {seed}", partial(run, options, variant, seed), log))
     run_jobs(jobs, options.processes)
     files = [cell_file(options, variant, seed) for variant, seed in grid]
     return [read_cell(path) for path in files if path.is_file()]
@@ -302,13 +301,13 @@ def report_grid(
     options: GridOptions,
     variants: Sequence[Variant],
     report: Callable[[Sequence[Cell], Sequence[str], GridOptions], None],
-    measure: Measure | None = None,
+    run: Callable[[GridOptions, Variant, int], None] = run_cell,
 ) -> int:
     """Run the grid and report its cells, with the names of all variants. Returns 1 if a run failed, else 0.
 
     Raises: UserError if no run is finished.
     """
-    cells = run_grid(options, variants, measure)
+    cells = run_grid(options, variants, run)
     if not cells:
         raise UserError(f"{options.output_dir}: no run is finished; see {options.output_dir}/logs")
     report(cells, [variant.name for variant in variants], options)

@@ -5,15 +5,18 @@ policy is described by three numbers: its KL, the n whose best-of-n has its scor
 efficiency, which is its gain over that of best-of-n at the same KL. Both also by the judge, which no stage trains on:
 best-of-n then still chooses by the score.
 
-FILE of --variants is a YAML file of `name: options of train.py`, as of benchmarks.ablations. Each variant runs with
-every seed. Its policy gives some responses to each held-out prompt, the SFT model of the same seed many. Variants end
-at different KLs, so they are compared along the straight line of weights from the SFT model to the policy (`rlhf export
---at`): the efficiency at 1, 2, 3 and 4 nats lies between those of the two policies on the line that are next to it.
+FILE of --variants is a YAML file of `name: options of train.py`, as of benchmarks.ablations; those whose name begins
+with TRL run in its PPOTrainer. Each variant runs with every seed. Its policy gives some responses to each held-out
+prompt, the SFT model of the same seed many. Variants end at different KLs, so they are compared along the straight line
+of weights from the SFT model to the policy (`rlhf export --at`): the efficiency at 1, 2, 3 and 4 nats lies between
+those of the two policies on the line that are next to it.
 
 Writes NAME.csv (a row for each run), the table in NAME.md, and NAME.svg. Runs that are finished are not repeated.
 """
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,11 +36,13 @@ from benchmarks.cells import (
     CellOptions,
     Job,
     Variant,
+    cell_file,
     read_variants,
     report_grid,
     run_jobs,
     run_models,
     step3_options,
+    write_cell,
 )
 from rlhf import errors
 from rlhf.config import parser
@@ -117,6 +122,34 @@ def measure_start(options: Options, variant: Variant, seed: int) -> None:
     lines = [json.dumps({"prompt": format_prompt(row.prompt)}) for row in rows]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     torch.save(respond(ppo.actor_model, ppo, folder / "prompts.jsonl", options.start_samples), folder / "start.pt")
+
+
+def run_policy(options: Options, variant: Variant, seed: int) -> None:
+    """Step 3 of a variant, here or in TRL; writes the cell and removes the run."""
+    from step3_ppo import stage
+
+    ppo = step3_options(options, variant, seed)
+    shutil.rmtree(ppo.output_dir, ignore_errors=True)
+    start = sum(os.times()[:4])
+    (train_with_trl if variant.name.startswith("TRL") else stage.run)(ppo)
+    seconds = sum(os.times()[:4]) - start
+    numbers = measure_policy(options, ppo, seed)
+    write_cell(cell_file(options, variant, seed), Cell(variant.name, seed, (), (), (), numbers, seconds))
+    shutil.rmtree(ppo.output_dir)
+
+
+def train_with_trl(ppo: Any) -> None:
+    """PPOTrainer of TRL 1.12 with the models, prompts and options of a step 3, and its policy where step 3 has one."""
+    from benchmarks import peers, ppo_quality, trl_judging
+
+    folder, stage = Path(ppo.output_dir) / "trl", Path(ppo.output_dir) / "step3_ppo"
+    stage.mkdir(parents=True)
+    folder.mkdir()
+    settings = ppo_quality.trl_settings(ppo, folder, trl_judging.plan(ppo))
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    command = [sys.executable, "-m", "benchmarks.trl_ppo", str(folder / "settings.json")]
+    ppo_quality.run(command, peers.environment(peers.PPO) | {"OMP_NUM_THREADS": "1"})
+    (folder / "model").rename(stage / "actor")
 
 
 def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
@@ -229,7 +262,7 @@ def main() -> int:
     ]
     if run_jobs(starts, options.processes):
         raise UserError(f"{options.output_dir}: the SFT model was not measured; see the logs named above")
-    return report_grid(options, variants, report, partial(measure_policy, options))
+    return report_grid(options, variants, report, run_policy)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Recorder:
         return result
 
     def _record(self, responses: Tensor, log_ratio: Tensor, scores: Tensor) -> None:
-        mask = responses != self._pad
+        mask = (responses == self._pad).cumsum(1) == 0  # TRL leaves out all after the first one, sampled or not
         log_ratio = log_ratio.double().masked_fill(~mask, 0.0)
         k3 = (-log_ratio).exp() - 1 + log_ratio
         for i, row in enumerate(responses):

@@ -1,5 +1,6 @@
 """What a policy is worth in samples, with responses whose best-of-n is known; nothing is trained."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import efficiency
+from benchmarks import efficiency, peers, ppo_quality, trl_judging
 from benchmarks.cells import Cell
 from rlhf.chain import export
 
@@ -53,6 +54,28 @@ def test_efficiency_at_a_kl_lies_between_the_policies_of_the_line(monkeypatch: p
     assert (numbers["kl"], numbers["efficiency"], numbers["efficiency_at_1"]) == (4.0, 1.0, 0.5)
     assert numbers["efficiency_at_3"] == pytest.approx(0.75 + 0.25 * 0.75 / 1.75)
     assert numbers["efficiency_at_4"] == 1.0 and math.isnan(efficiency.at(9.1, [0, 9], [1, 1]))
+
+
+def test_trl_runs_with_the_settings_of_step_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its policy is then where step 3 has one."""
+    plan, ppo = object(), SimpleNamespace(output_dir=str(tmp_path / "run"), seed=3)
+    commands = []
+
+    def run(command: list[str], env: dict[str, str]) -> None:
+        commands.append((command[1:3], json.loads(Path(command[3]).read_text()), env["OMP_NUM_THREADS"]))
+        (Path(command[3]).parent / "model").mkdir()
+        (Path(command[3]).parent / "model" / "config.json").write_text("{}")
+
+    monkeypatch.setattr(trl_judging, "plan", lambda options: plan)
+    monkeypatch.setattr(
+        ppo_quality, "trl_settings", lambda *arguments: {"same": arguments[0] is ppo, "folder": str(arguments[1])}
+    )
+    monkeypatch.setattr(ppo_quality, "run", run)
+    monkeypatch.setattr(peers, "environment", lambda version: {"PYTHONPATH": version})
+    efficiency.train_with_trl(ppo)
+    folder = str(tmp_path / "run" / "trl")
+    assert commands == [(["-m", "benchmarks.trl_ppo"], {"same": True, "folder": folder}, "1")]
+    assert (tmp_path / "run" / "step3_ppo" / "actor" / "config.json").is_file()
 
 
 def test_report(tmp_path: Path) -> None:
