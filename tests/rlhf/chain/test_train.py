@@ -127,7 +127,7 @@ def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.Completed
     out, done = finished
     assert f"\nreport: {out}/report.html\n" in done.stdout
     page = (out / "report.html").read_text(encoding="utf-8")
-    for text in ("Calibration", "tell me about the", "1 process on ", "Judge against KL"):
+    for text in ("Scores of held-out pairs", "tell me about the", "1 process on ", "Judge against KL"):
         assert text in page, text
     assert len(page) < 1_000_000
 
