@@ -1,6 +1,7 @@
 """The run of one stage: its directory, process group, metrics, checkpoints, and the manifest of its result."""
 
 import contextlib
+import os
 import resource
 import shutil
 import signal
@@ -21,7 +22,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError, is_skipped
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
-from rlhf.launch.supervisor import NON_FINITE
+from rlhf.launch.supervisor import LAUNCHER, NON_FINITE
 from rlhf.report.card import FAILURES, write_card
 from rlhf.report.records import read_stage
 from rlhf.storage import disk, manifests
@@ -253,7 +254,9 @@ class Run:
 
     def _leave(self, end_signal: signal.Signals, state: str) -> NoReturn:
         self.recorder.close()
-        stage_process.give_up(f"{self.stage}: {end_signal.name} {state}", CODES[end_signal])
+        # A launcher sends SIGTERM whatever it has received, and names that itself.
+        cause = "stopped" if LAUNCHER in os.environ else end_signal.name
+        stage_process.give_up(f"{self.stage}: {cause} {state}", CODES[end_signal])
 
     def save(self, folder: str, save: Callable[[Path], None]) -> None:
         """Write a model into its folder, and replace the old one; the folder appears complete or not at all."""

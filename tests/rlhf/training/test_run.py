@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.chain.stages import STAGES
-from rlhf.launch.supervisor import NON_FINITE, TERMINATED
+from rlhf.launch.supervisor import LAUNCHER, NON_FINITE, TERMINATED
 from rlhf.storage import manifests
 from rlhf.training.checkpoints import Resumable
 from rlhf.training.run import open_run
@@ -64,11 +64,18 @@ def test_a_manifest_is_json_whatever_was_measured() -> None:
     manifests.read_manifest(STAGE)  # its checksum is that of what stands there
 
 
-def test_a_signal_after_the_last_step_waits_for_the_result(capsys: pytest.CaptureFixture[str]) -> None:
-    """The evaluation and the export come then, and the steps since the last checkpoint are in memory alone."""
+@pytest.mark.parametrize("launcher", [False, True])
+def test_a_signal_after_the_last_step_waits_for_the_result(
+    launcher: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation and the export come then, and the steps since the last checkpoint are in memory alone. A launcher
+    names the signal itself: Ctrl-C reaches the stage as SIGTERM."""
+    if launcher:
+        monkeypatch.setenv(LAUNCHER, "1")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as leaving:
         run([LEARNED] * 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert leaving.value.code == TERMINATED and manifests.read_manifest(STAGE)
-    assert "step1_sft: SIGTERM after the last step; the stage is finished" in capsys.readouterr().err
+    cause = "stopped" if launcher else "SIGTERM"
+    assert f"step1_sft: {cause} after the last step; the stage is finished" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == before
