@@ -6,7 +6,7 @@ Importing this module must not import torch.
 import re
 from dataclasses import dataclass
 
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, field_validator
 
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
@@ -91,6 +91,10 @@ def device_of_driver(name: str) -> Device | None:
     return max(matching, key=lambda device: device.kind.count("-"), default=None)
 
 
+SIZE = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
+"""a number and a unit; pydantic alone reads `1,5TB` as one byte"""
+
+
 class PlanOptions(Config):
     """The devices to plan for; the defaults are those of this machine."""
 
@@ -106,3 +110,10 @@ class PlanOptions(Config):
     """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices"""
     device_tflops: float | None = Field(None, gt=0)
     """--plan: peak speed of a device in the compute dtype, 10^12 operations per second; training reaches 0.4 of it"""
+
+    @field_validator("device_memory", "host_memory", mode="before")
+    @classmethod
+    def _is_a_size(cls, value: object) -> object:
+        if isinstance(value, str) and SIZE.fullmatch(value) is None:
+            raise ValueError("expected a size such as 80GB or 141GiB")
+        return value

@@ -111,3 +111,10 @@ def test_measured_runs_have_the_recorded_prediction(tmp_path: Path) -> None:
     for run in results["runs"][:2]:
         options = memory.write_inputs(tmp_path, run["setting"])
         assert memory.predict(options, run["processes"])["predicted"] == run["predicted"]
+
+
+@pytest.mark.parametrize("text", ["1,5TB", "1.2.3GB", "80,000MB"])
+def test_a_size_with_another_point_is_no_byte(text: str) -> None:
+    assert PlanOptions.model_validate({"device_memory": "1.5 TB"}).device_memory == 1.5e12
+    with pytest.raises(ValueError, match="expected a size such as 80GB"):
+        PlanOptions.model_validate({"device_memory": text})
