@@ -140,15 +140,13 @@ def run_policy(options: Options, variant: Variant, seed: int) -> None:
 
 def train_with_trl(ppo: Any) -> None:
     """PPOTrainer of TRL 1.12 with the models, prompts and options of a step 3, and its policy where step 3 has one."""
-    from benchmarks import peers, ppo_quality, trl_judging
+    from benchmarks import ppo_quality, trl_judging
 
     folder, stage = Path(ppo.output_dir) / "trl", Path(ppo.output_dir) / "step3_ppo"
     stage.mkdir(parents=True)
     folder.mkdir()
     settings = ppo_quality.trl_settings(ppo, folder, trl_judging.plan(ppo))
-    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.trl_ppo", str(folder / "settings.json")]
-    ppo_quality.run(command, peers.environment(peers.PPO) | {"OMP_NUM_THREADS": "1"})
+    ppo_quality.train_in_trl(folder, settings, {"OMP_NUM_THREADS": "1"})
     (folder / "model").rename(stage / "actor")
 
 

@@ -133,7 +133,7 @@ def run_ours(options: Options, seed: int) -> None:
 def run_trl(options: Options, seed: int) -> None:
     """Run TRL, and score its rollouts with our judge, unless that is finished. rollouts.jsonl has the columns that
     step 3 exports. Raises: UserError if it is finished with other settings."""
-    from benchmarks import peers, trl_judging
+    from benchmarks import trl_judging
 
     folder = options.run_dir("trl", seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -147,10 +147,17 @@ def run_trl(options: Options, seed: int) -> None:
         print(f"trl: {folder} is there")
         return
     if not trained:
-        disk.write_text(folder / "settings.json", json.dumps(settings))
-        command = [sys.executable, "-m", "benchmarks.trl_ppo", str((folder / "settings.json").resolve())]
-        run(command, peers.environment(peers.PPO))
+        train_in_trl(folder, settings)
     trl_judging.judge(ppo, plan, folder)
+
+
+def train_in_trl(folder: Path, settings: dict[str, Any], env: dict[str, str] | None = None) -> None:
+    """TRL's PPOTrainer with the settings of `trl_settings`; leaves its policy in `folder`/model. env: as of `run`"""
+    from benchmarks import peers
+
+    disk.write_text(folder / "settings.json", json.dumps(settings))
+    command = [sys.executable, "-m", "benchmarks.trl_ppo", str((folder / "settings.json").resolve())]
+    run(command, peers.environment(peers.PPO) | (env or {}))
 
 
 def require_same_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -75,8 +75,8 @@ def parse_array(text: str, path: DataFile) -> Iterator[tuple[str, Record | Skipp
         if end < len(text):
             raise JSONDecodeError("something follows the array", text, end)
     except (ValueError, RecursionError) as error:
-        where = f"{path}:{error.lineno}" if isinstance(error, JSONDecodeError) else location
-        raise UserError(f"{where}: not valid JSON: {_reason(error)}; expected one array of objects") from None
+        location = f"{path}:{error.lineno}" if isinstance(error, JSONDecodeError) else location
+        raise UserError(f"{location}: not valid JSON: {_reason(error)}; expected one array of objects") from None
 
 
 def _skip_space(text: str, position: int) -> int:

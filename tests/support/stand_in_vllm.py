@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support import tiny
+from rlhf.models.traits import attention_options
 
 INTERFACE: dict[str, set[str]] = {
     "LLM.__init__": {
@@ -170,7 +170,7 @@ class LLM:
             self.config.save_pretrained(folder)
             save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=self.dtype, output_loading_info=True, **tiny.attention_of(self.config)
+                folder, dtype=self.dtype, output_loading_info=True, **attention_options(self.config)
             )
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
         for bias in biases:  # what some tests add to a model

@@ -13,13 +13,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from rlhf.distributed import collectives
 from rlhf.models import packing
+from rlhf.models.traits import attention_options
 from rlhf.text.templates import BUILT_IN
 from rlhf.types import Message, Prompts, Row, Sequences
 
@@ -126,17 +126,11 @@ def backbone(family: str = "llama", std: float = 0.2, **changes: Any) -> PreTrai
     return _filled(AutoModel, family, std, **changes)
 
 
-def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """The option for a model whose attention has a cap: transformers below 5.24 chooses one without it."""
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if capped else {}
-
-
 def _filled(auto: Any, family: str, std: float, **changes: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = config_of(family, **changes)
-        model = auto.from_config(config, **attention_of(config)).eval()
+        model = auto.from_config(config, **attention_options(config)).eval()
         for weight in model.parameters():
             if weight.dim() > 1:
                 nn.init.normal_(weight, 0.0, std)

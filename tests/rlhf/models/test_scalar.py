@@ -33,6 +33,7 @@ from rlhf.models.scalar import (
     scores,
     state_values,
 )
+from rlhf.models.traits import attention_options
 from rlhf.types import JoinedPairs, Pairs, Sequences
 from tests.support import tiny
 
@@ -155,7 +156,7 @@ def test_saved_and_loaded_it_gives_the_same_bits(saved: Path, family: str) -> No
 @families
 def test_transformers_own_classifier_pools_the_same_score(saved: Path, family: str) -> None:
     """It pools at the last id that is not its pad token and looks at no mask."""
-    attention = tiny.attention_of(tiny.config_of(family))
+    attention = attention_options(tiny.config_of(family))
     theirs = AutoModelForSequenceClassification.from_pretrained(saved / family, num_labels=1, **attention).eval()
     pad = AutoTokenizer.from_pretrained(saved / family).pad_token_id
     assert theirs.config.pad_token_id == pad != theirs.config.eos_token_id
