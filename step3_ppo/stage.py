@@ -174,10 +174,9 @@ def run(config: Step3Config) -> None:
             at_end.callback(learner.backend.close)
         if config.adapter is not None:
             console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
-        if learner.critic is not None:
-            console.say(f"{STAGE.name}: {describe_critic(user_config.critic_model, config)}")
-        if learner.kl.note is not None:
-            console.say(f"{STAGE.name}: {learner.kl.note}")
+        for note in (describe_critic(user_config.critic_model, config), learner.kl.note):
+            if note is not None:
+                console.say(f"{STAGE.name}: {note}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, learner.context)
         stage.describe(data, tokenizer)
         describe_left_out(len(prompts), config)

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from step3_ppo import resolved, stage
-from step3_ppo.algorithms import ppo
+from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
@@ -64,7 +64,18 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     [planned] = [model for model in workload(config, "cpu", {}).models if model.role == "critic"]
     assert planned.model_path == str(folder / start)
     line = describe_critic(option, models)
-    assert line.startswith(f"the critic starts from '{folder / start}'") and reason in line
+    assert line is not None and line.startswith(f"the critic starts from '{folder / start}'") and reason in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, None),
+        ({"critic_learning_rate": 1e-4}, "without effect, because grpo has no critic: critic_learning_rate 0.0001"),
+    ],
+)
+def test_options_of_a_critic_that_there_is_not(changes: dict[str, float], line: str | None) -> None:
+    assert describe_critic(None, grpo.Config(algorithm="grpo", **changes)) == line
 
 
 @pytest.mark.parametrize(("reward", "start"), [("same", "same"), ("other", "policy")])

@@ -297,6 +297,8 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"chosen": [ONE], "rejected": [TWO]}, "chosen: got no prompt before it, and there is no column"),
     ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
     ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
+    ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no user turn of the"),
+    ({"Prompt": "q", "CHOSEN": "x", "Rejected": "y"}, "write files,prompt=Prompt,chosen=CHOSEN,rejected=Rejected:PATH"),
     ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),
     ({"messages": "x\ny"}, r'messages: got "x\ny", expected a list of messages'),
     ({"messages": [3]}, "messages[0]: got 3, expected a message {role, content}"),
