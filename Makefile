@@ -19,12 +19,14 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/maths rlhf/models rlhf/cpu rlhf/distributed/test_sharding.py rlhf/engine/test_adamw.py rlhf/engine/test_ema.py \
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# What make test, make test-ranks and make test-compiled run together
+WHOLE := -m "not (long or faults or browser or vllm)"
 SMOLLM2 := models/smollm2-135m-instruct
 # vLLM pins other versions than constraints.txt, so it has an environment of its own
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c tests/constraints-vllm.txt
 
-.PHONY: help install demo test test-latest test-oldest test-avx2 test-long test-faults test-browser test-vllm mutants check format bench gpu bench-data docs smollm2 clean
+.PHONY: help install demo test test-ranks test-compiled test-latest test-oldest test-avx2 test-long test-faults test-browser test-vllm mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,17 +38,23 @@ install: $(INSTALLED)  ## the virtual environment, with the versions of constrai
 demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 	$(PY) train.py $(ARGS)
 
-test: $(INSTALLED)  ## the whole test suite
+test: $(INSTALLED)  ## the test suite, but for what the next two have
 	$(PY) $(SUITE) $(ARGS)
 
-test-latest:  ## the whole suite with the newest version of everything, in an environment made anew
+test-ranks: $(INSTALLED)  ## two processes that must agree: launching, ZeRO, split models
+	$(PY) $(SUITE) -m "ranks and not (long or faults)" $(ARGS)
+
+test-compiled: $(INSTALLED)  ## layers compiled to C++
+	$(PY) $(SUITE) -m "compiled and not (long or faults)" $(ARGS)
+
+test-latest:  ## all three with the newest version of everything, in an environment made anew
 	$(call test_anew,$@,)
 
 test-oldest:  ## the same with the oldest versions that pyproject.toml allows
 	$(call test_anew,$@,-c tests/constraints-oldest.txt)
 
 test-avx2: $(INSTALLED)  ## the numerical tests again with AVX2 at most, as on an older CPU
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) $(SUITE) $(NUMERICAL) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PY) $(SUITE) $(WHOLE) $(NUMERICAL) $(ARGS)
 
 test-long: $(INSTALLED)  ## what takes longer: the whole demo, five seeds of it, and the other algorithms
 	$(PY) -m pytest -m long $(ARGS)
@@ -98,7 +106,7 @@ define test_anew
 	@rm -rf build/$(1) && $(PYTHON) -m venv build/$(1)
 	@build/$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@build/$(1)/bin/python -m pip install -qq --disable-pip-version-check $(2) -e '.[dev]'
-	build/$(1)/bin/python $(SUITE) $(ARGS)
+	build/$(1)/bin/python $(SUITE) $(WHOLE) $(ARGS)
 endef
 
 $(MADE):

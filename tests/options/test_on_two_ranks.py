@@ -12,6 +12,8 @@ from tests.options.harness import Observed
 from tests.options.prediction import config_of, require_run
 from tests.support import forked_ranks
 
+pytestmark = pytest.mark.ranks
+
 BUNDLES = cases.on_two_ranks()
 
 

@@ -27,6 +27,8 @@ from rlhf.models.policy import Policy
 from rlhf.plan.compile_choice import FAMILIES
 from tests.support import families, tiny
 
+pytestmark = pytest.mark.compiled
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 
 

@@ -17,6 +17,8 @@ from rlhf.models.policy import Policy
 from rlhf.types import Sequences
 from tests.support import tiny
 
+pytestmark = pytest.mark.compiled
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 

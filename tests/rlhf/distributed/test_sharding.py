@@ -18,6 +18,8 @@ from tests.support.choice import includes_long, marked_long
 from tests.support.engine_runs import EPS, ROUNDING, apart
 from tests.support.sharded_ranks import ADDED, FAMILIES, FROZEN, FROZEN_ROWS, HEAD, QUICK, RUNS, make
 
+pytestmark = pytest.mark.ranks
+
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|lm_head)\.weight$")
 
 

@@ -18,6 +18,8 @@ from rlhf.launch.supervisor import REQUEUE, name_of
 from tests.support import forked
 from tests.support.processes import alive, until
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[3]
 STAGE = "from rlhf.training.stage_process import *; from rlhf.config.options import RunOptions as O\n"
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -22,6 +22,8 @@ from rlhf.launch.hosts import LaunchOptions
 from tests.support import forked
 from tests.support.processes import alive, until
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
 LOOPBACK = "127.0.0.1"

@@ -23,6 +23,8 @@ from tests.support import forked_ranks, tiny
 from tests.support.engine_runs import apart
 from tests.support.split_ranks import make
 
+pytestmark = pytest.mark.ranks
+
 Made = Callable[[bool], dict[str, Any]]
 
 
