@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from rlhf.adapters._peft import PeftAdapter, Targets, refuse_compiler
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import ONLY, precise, start_at_model, tuner_layers
+from rlhf.models.adapter_files import precise, tuner_layers
 
 LEARNING_RATE = 2e-4
 """of GPT-2 and GPT-3 in the paper (tables 11 and 12); peft's method_comparison has 1e-4 (0.478 on Llama-3.2-3B)"""
@@ -25,7 +25,7 @@ REFUSED = {
     "corda": "CorDA takes its start out of the weights by a covariance of as many rows as columns for each layer",
     "lora_ga": "LoRA-GA computes its start from gradients of all weights, for which an adapter has no room",
 }
-EXPECTED = "expected default, gaussian, orthogonal, pissa, pissa_niter_N or olora"
+EXPECTED = "expected default, gaussian, pissa, pissa_niter_N or olora"
 
 
 class Config(Targets):
@@ -38,16 +38,15 @@ class Config(Targets):
     use_dora: bool = False
     """also train the norm of each row of the weight (DoRA, arXiv 2402.09353)"""
     init_lora_weights: str = "default"
-    """start of the update: default (B = 0), gaussian, orthogonal; pissa (the largest singular values, arXiv 2404.02948;
-    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out of the
-    weights"""
+    """start of the update: default (B = 0), gaussian; pissa (the largest singular values, arXiv 2404.02948;
+    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out of the weights"""
 
     @field_validator("init_lora_weights")
     @classmethod
     def _known(cls, value: str) -> str:
         if value in REFUSED:
             raise ValueError(f"{REFUSED[value]}; {EXPECTED}")
-        if not re.fullmatch(r"default|gaussian|orthogonal|pissa(_niter_\d+)?|olora", value):
+        if not re.fullmatch(r"default|gaussian|pissa(_niter_\d+)?|olora", value):
             raise ValueError(EXPECTED)
         return value
 
@@ -89,7 +88,6 @@ class LoRA(PeftAdapter):
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)
-        start_at_model(model, ONLY)
         if not self._starts_moved:
             return
         options: Any = self._options

@@ -43,7 +43,6 @@ SPECS = {
     "dora": "lora,r=4,use_dora=true",
     "pissa": "lora,r=4,init_lora_weights=pissa",
     "olora": "lora,r=4,init_lora_weights=olora",
-    "orthogonal": "lora,r=4,init_lora_weights=orthogonal",
     "oft": "oft,oft_block_size=8",
     "randlora": "randlora,r=4,randlora_alpha=8",
     "miss": "miss,r=8",
@@ -224,7 +223,7 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
 def test_the_compiler_is_for_lora_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf.training.checks.require_possible", lambda *_: None)
     options = EngineOptions(adapter=spec_of(method), torch_compile=True)
-    if method in ("lora", "rslora", "orthogonal"):
+    if method in ("lora", "rslora"):
         check_engine(options)
     else:
         with pytest.raises(UserError, match="torch-compile"):
@@ -261,7 +260,7 @@ def test_the_plan_counts_what_a_real_pass_keeps(spec: str) -> None:
 
 @pytest.mark.parametrize("start_of", ["corda", "eva", "loftq", "lora_ga", "zeros"])
 def test_an_initialisation_that_is_not_offered_is_refused(start_of: str) -> None:
-    with pytest.raises(UserError, match="expected default, gaussian, orthogonal, pissa"):
+    with pytest.raises(UserError, match="expected default, gaussian, pissa"):
         adapters.open_adapter(f"lora,init_lora_weights={start_of}")
 
 
