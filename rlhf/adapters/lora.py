@@ -39,7 +39,8 @@ class Config(Targets):
     """also train the norm of each row of the weight (DoRA, arXiv 2402.09353)"""
     init_lora_weights: str = "default"
     """start of the update: default (B = 0), gaussian; pissa (the largest singular values, arXiv 2404.02948;
-    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out of the weights"""
+    pissa_niter_4: by fast SVD) and olora (a QR decomposition, arXiv 2406.01775), which take their start out of the
+    weights"""
 
     @field_validator("init_lora_weights")
     @classmethod

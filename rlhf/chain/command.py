@@ -213,7 +213,6 @@ def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
         return None
-    launcher.require_open_files()
     with stage_process.fast_imports():
         console.quiet_libraries()
         from rlhf.chain import planning  # imported here because it imports torch

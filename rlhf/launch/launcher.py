@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -24,8 +23,6 @@ from rlhf.launch.hosts import Deployment
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, GroupWatch, Ranks, Signals
 from rlhf.shipped import ROOT
 
-LEAST_FILES = 256
-"""least limit of open files of a process: libraries, shards of data, checkpoints, sockets to other ranks"""
 LAUNCHER_GRACE = "RLHF_GRACE_S"
 OPTIONS_FILE = re.compile(r"\.(\w+)-\d+\.yaml")
 """name of the file with the options of a stage: the stage, and the process id of the chain"""
@@ -150,22 +147,6 @@ def torch_gpus() -> int:
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def require_open_files() -> None:
-    """Allow this process, and those that it starts, LEAST_FILES open files.
-
-    Raises: UserError if the system does not allow it.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= LEAST_FILES or soft == resource.RLIM_INFINITY:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_FILES, hard))
-    except (OSError, ValueError):
-        raise UserError(
-            f"got a limit of {hard} open files, expected {LEAST_FILES} or more; raise it (ulimit -n {LEAST_FILES})"
-        ) from None
 
 
 def end_with_parent(parent: int) -> None:

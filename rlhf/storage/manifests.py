@@ -12,7 +12,7 @@ import platform
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -34,10 +34,6 @@ CURE = "restore the file, rerun that stage with --overwrite, or name another dir
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 MOST_MODELS = 8
 """models that an error lists"""
-KINDS: Mapping[str, type] = {"stage": str, "inputs": dict, "config": dict, "files": dict, "sha256": str}
-"""entries of every manifest, and their types"""
-OPTIONAL_KINDS: Mapping[str, type] = {"data": dict, "user_files": dict, "versions": dict, "hardware": dict}
-"""entries that a manifest may have"""
 
 
 def file_digests(stage: Path, folders: list[str]) -> dict[str, Tree]:
@@ -83,23 +79,6 @@ def _whole_numbers(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def faulty_entries(manifest: object, extra_kinds: Mapping[str, type]) -> str:
-    """The names of entries that are missing or have a wrong type, joined by commas; empty if there are none.
-
-    extra_kinds: entries that this kind of manifest has beside `KINDS`
-    """
-    kinds = {**KINDS, **extra_kinds}
-    if not isinstance(manifest, dict):
-        return ", ".join(sorted(kinds))
-    faulty = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
-    faulty += [name for name, kind in OPTIONAL_KINDS.items() if not isinstance(manifest.get(name, kind()), kind)]
-    for name, entries in (("files", ("size", "sha256")), ("inputs", ("manifest_sha256",))):
-        values = manifest[name].values() if name not in faulty else ()
-        if not all(isinstance(value, dict) and set(entries) <= set(value) for value in values):
-            faulty.append(name)
-    return ", ".join(sorted(faulty))
-
-
 def write_manifest(path: Path, content: Mapping[str, object]) -> None:
     disk.write_json(path, {**content, "sha256": content_digest(content)})
 
@@ -123,16 +102,6 @@ def require_writable(output_dir: str, stage: str = "") -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"--output-dir {output_dir}: cannot write there ({reason}); name another directory") from None
-
-
-def require_folders(stage: Path, names: Iterable[str]) -> None:
-    """Raises: UserError if a folder of the stage's models is a symbolic link."""
-    for name in names:
-        if (stage / name).is_symlink():
-            raise UserError(
-                f"{stage / name}: got a symbolic link, expected a directory, which is replaced as a whole; remove it "
-                f"({stage} itself may be a link)"
-            )
 
 
 def _try_to_write(folder: Path) -> None:
@@ -212,34 +181,47 @@ def read_manifest(stage: Path) -> Tree:
 
     Raises: UserError if the stage is unfinished, the manifest was changed, or a file is missing or changed.
     """
-    path = stage / MANIFEST
-    if not path.is_file():
+    if not (stage / MANIFEST).is_file():
         raise UserError(f"{stage}: unfinished stage, no {MANIFEST}; run it to its end, or name another directory")
-    manifest = _parse_manifest(path)
+    manifest = _parsed(stage / MANIFEST)
     for name, entry in manifest["files"].items():
-        file = stage / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != entry["size"]:
-            got = "no such file" if size is None else f"got {size} bytes"
-            raise UserError(f"{file}: damaged, {got}, expected {entry['size']} bytes as in {MANIFEST}; {CURE}")
-        if _sha256(file) != entry["sha256"]:
-            raise UserError(f"{file}: damaged, its content differs from {MANIFEST} (sha256); {CURE}")
+        fault = file_fault(stage / name, entry)
+        if fault:
+            raise UserError(f"{stage / name}: damaged, {fault}; {CURE}")
     return manifest
 
 
-def _parse_manifest(path: Path) -> Tree:
-    """The manifest in a file, with its checksum verified. Raises: UserError if it is damaged or edited."""
+def _parsed(path: Path) -> Tree:
+    """The manifest in a file. Raises: UserError if it is damaged or edited."""
+    manifest, fault = parse(path)
+    if fault:
+        raise UserError(f"{path}: damaged or edited, {fault}; {CURE}")
+    return manifest
+
+
+def parse(path: Path) -> tuple[Tree, str]:
+    """The manifest in a file; or an empty one, and why it is damaged: each has its own checksum."""
     try:
         manifest = disk.read_json(path)
-    except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise UserError(f"{path}: damaged, not a manifest ({reason}); {CURE}") from None
-    faulty = faulty_entries(manifest, {"models": list, "metrics": dict})
-    if faulty:
-        raise UserError(f"{path}: damaged, has no valid {faulty}; {CURE}")
-    if manifest["sha256"] != content_digest(manifest):
-        raise UserError(f"{path}: damaged or edited, its content differs from its own sha256; {CURE}")
-    return dict(manifest)
+    except OSError as error:
+        return {}, f"it cannot be read ({error.strerror})"
+    except (ValueError, RecursionError) as error:
+        return {}, f"it is not a manifest ({' '.join(str(error).split())[:100]})"
+    if not isinstance(manifest, dict) or manifest.get("sha256") != content_digest(manifest):
+        return {}, "its content differs from its own sha256"
+    return manifest, ""
+
+
+def file_fault(path: Path, entry: Tree) -> str:
+    """How a file differs from its entry in a manifest; empty if it does not."""
+    try:
+        if not path.is_file():
+            return "no such file"
+        if path.stat().st_size != entry["size"]:
+            return f"got {path.stat().st_size} bytes, expected {entry['size']}"
+        return "" if _sha256(path) == entry["sha256"] else "its content differs from its sha256"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
 
 
 def stage_of(path: str) -> Path | None:
@@ -299,4 +281,4 @@ def manifest_digest(path: str) -> str | None:
     stage = stage_of(path)
     if stage is None or not (stage / MANIFEST).is_file():
         return None
-    return str(_parse_manifest(stage / MANIFEST)["sha256"])
+    return str(_parsed(stage / MANIFEST)["sha256"])

@@ -13,8 +13,9 @@ ranks have succeeded. Any number of ranks under any ZeRO stage can read it. Noth
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,14 +28,13 @@ from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.distributed.rendezvous import wait_until
 from rlhf.errors import UserError
-from rlhf.hub.untrusted import PlainErrors
 from rlhf.storage import disk, manifests
 from rlhf.storage.manifests import CHECKPOINTS
 from rlhf.training import logs, random_sources
-from rlhf.training.snapshots import STATE, Snapshot, write
 
-KINDS = {"step": int, "world_size": int, "logs": dict, "models": list}
-"""entries of a checkpoint's manifest beside those of every manifest"""
+STATE = "state.json"
+PART_BYTES = 1 << 29
+"""bytes of tensors that a rank collects for one file: the memory that saving needs"""
 WRONG_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """what values of other types than a stage writes may raise"""
 VISIBLE_S = 30.0
@@ -77,18 +77,6 @@ class Resumable:
         return sum(source.size() for source in self.tensors.values())
 
 
-@contextlib.contextmanager
-def write_errors(folder: Path) -> Iterator[None]:
-    """Errors of a disk that is full, whichever library reports them, become a UserError that names the folder."""
-    try:
-        with PlainErrors():
-            yield
-    except (OSError, SafetensorError, ValueError) as error:
-        if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
-            raise
-        raise UserError(f"{folder}: cannot be written ({error}); free space there and run again") from None
-
-
 def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], keep: int) -> str | None:
     """Commit a checkpoint of `step`, only then delete all but the newest `keep`; every rank calls this together.
 
@@ -100,26 +88,17 @@ def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], 
     if failure:
         return failure
     wait_until(staging.exists, VISIBLE_S)
-    numbers = {name: source.state_dict() for name, source in state.numbers.items()}  # some call collectives
-    tensors = {name: _copy_each(source.tensors()) for name, source in state.tensors.items()}
-    snapshot = Snapshot(numbers, tensors, random_sources.state(), logs.sizes(stage, state.logs))
-    manifest = {**about, "step": step, "world_size": collectives.world_size(), "logs": snapshot.logs}
-    return _commit(final, staging, snapshot, manifest, keep)
+    about = {**about, "step": step, "world_size": collectives.world_size(), "logs": logs.sizes(stage, state.logs)}
+    return _commit(final, staging, state, about, keep)
 
 
-def _copy_each(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in tensors:
-        yield key, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def _commit(final: Path, staging: Path, snapshot: Snapshot, manifest: Tree, keep: int) -> str | None:
-    written = write(staging, snapshot)
-    reports = collectives.gather_objects((written.digests, written.failure))
+def _commit(final: Path, staging: Path, state: Resumable, manifest: Tree, keep: int) -> str | None:
+    reports = collectives.gather_objects(write(staging, state))
     failures = [failure for _, failure in reports if failure]
     if not failures and collectives.is_main():
         files = {name: digest for digests, _ in reports for name, digest in sorted(digests.items())}
         try:
-            logs.sync(final.parents[1], [*snapshot.logs])
+            logs.sync(final.parents[1], [*manifest["logs"]])
             manifests.write_manifest(staging / manifests.MANIFEST, manifest | {"files": files})
             shutil.rmtree(final, ignore_errors=True)
             os.rename(staging, final)
@@ -133,6 +112,62 @@ def _commit(final: Path, staging: Path, snapshot: Snapshot, manifest: Tree, keep
             _delete_except(final, keep)
     collectives.barrier()  # so that no rank starts the next save before
     return failures[0] if failures else None
+
+
+def write(staging: Path, state: Resumable) -> tuple[dict[str, Tree], str]:
+    """Write this rank's files. Returns their digests, and why one could not be written, or an empty string.
+
+    After a failure nothing more is written, but the rank still takes part in the collectives.
+    """
+    digests: dict[str, Tree] = {}
+    failure = ""
+    for name, write_to in _files(state):
+        if failure:
+            continue
+        try:
+            digests[name] = write_file(staging / name, write_to)
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(staging).free if staging.exists() else 0
+            failure = (
+                f"rank {collectives.rank()} cannot write {staging / name} ({error}); {free / 1e6:,.0f} MB are free "
+                "there"
+            )
+    return digests, failure
+
+
+def write_file(path: Path, write_to: Callable[[Path], object]) -> Tree:
+    """Write one file to the disk. Returns its digest."""
+    write_to(path)
+    disk.flush(path)
+    return manifests.digest(path)
+
+
+def _files(state: Resumable) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """The files of this rank, and what writes each. All ranks iterate together."""
+    rank = collectives.rank()
+    numbers = {name: source.state_dict() for name, source in state.numbers.items()}  # some call collectives
+    for name, source in state.tensors.items():
+        for number, part in enumerate(_parts(source.tensors())):
+            yield f"{name}.rank-{rank}.part-{number}.safetensors", partial(disk.save_tensors, part)
+    yield f"rng.rank-{rank}.json", lambda path: disk.write_json(path, random_sources.state())
+    if collectives.is_main():
+        yield STATE, lambda path: disk.write_json(path, numbers)
+
+
+def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Copies of the tensors in fp32 on the CPU, PART_BYTES or a little more at once. A part is emptied when the next
+    one is asked for."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for key, tensor in tensors:
+        part[key] = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        size += part[key].nbytes
+        if size >= PART_BYTES:
+            yield part
+            part.clear()
+            size = 0
+    if part:
+        yield part
 
 
 def _make_empty(folder: Path) -> str:
@@ -234,8 +269,9 @@ def newest(stage: Path) -> Checkpoint | None:
         wait_until(folder.exists, VISIBLE_S)
         manifest, fault = _manifest(folder)
         names = sorted(manifest.get("files", {}))
-        mine = names[collectives.rank() :: collectives.world_size()]
-        fault = fault or next((fault for name in mine if (fault := _fault(folder, name, manifest))), "")
+        for name in names[collectives.rank() :: collectives.world_size()]:
+            problem = manifests.file_fault(folder / name, manifest["files"][name])
+            fault = fault or (f"{name}: {problem}" if problem else "")
         faults = list(dict.fromkeys(filter(None, collectives.gather_objects(fault))))
         if not faults:
             stray = set(os.listdir(folder)) - {*names, manifests.MANIFEST}
@@ -299,35 +335,12 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _manifest(folder: Path) -> tuple[Tree, str]:
-    """The manifest, and an error message if it is damaged."""
+    """The manifest, and an error message if it is damaged, or names files that are not of its stage."""
     path = folder / manifests.MANIFEST
-    try:
-        manifest = disk.read_json(path)
-    except OSError as error:
-        return {}, f"{path} cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:
-        return {}, f"{path} is not a manifest ({error!r})"
-    faulty = manifests.faulty_entries(manifest, KINDS)
-    if faulty:
-        return {}, f"{path} has no valid {faulty}"
-    for name, size in manifest["logs"].items():
-        if Path(name).name != name or not isinstance(size, int) or size < 0:
-            return {}, f"{path} names the log {name!r}"
-    for name in manifest["files"]:
-        if Path(name).name != name or not name.endswith((".safetensors", ".json")):
+    manifest, fault = manifests.parse(path)
+    if fault:
+        return {}, f"{path}: {fault}"
+    for name in (*manifest["logs"], *manifest["files"]):
+        if Path(name).name != name:
             return {}, f"{path} names the file {name!r}"
-    unchanged = manifest["sha256"] == manifests.content_digest(manifest)
-    return (manifest, "") if unchanged else ({}, f"{path} differs from its sha256")
-
-
-def _fault(folder: Path, name: str, manifest: Tree) -> str:
-    entry, path = manifest["files"][name], folder / name
-    try:
-        if not path.is_file():
-            return f"{name} is missing"
-        size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{name} has {size} bytes, expected {entry['size']}"
-        return "" if manifests.digest(path)["sha256"] == entry["sha256"] else f"{name} differs from its sha256"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
+    return manifest, ""

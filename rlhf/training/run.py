@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import console, errors
@@ -22,6 +23,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError, is_skipped
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
+from rlhf.hub.untrusted import PlainErrors
 from rlhf.launch.supervisor import LAUNCHER, NON_FINITE
 from rlhf.report.card import FAILURES, write_card
 from rlhf.report.records import read_stage
@@ -278,10 +280,10 @@ class Run:
         state: what was learned beside the weights, written to state.json
         Raises: UserError if a file cannot be written, for example because the disk is full; the stage is unfinished.
         """
-        try:
-            for folder, save in models.items():
-                self.save(folder, save)
-            if collectives.is_main():
+        for folder, save in models.items():
+            self.save(folder, save)
+        if collectives.is_main():
+            with _disk_errors(self.directory):
                 if state is not None:
                     disk.write_json(self.directory / "state.json", state)
                 for folder in {*self._declaration.models} - {*self.models}:  # of a run with other options
@@ -289,8 +291,6 @@ class Run:
                 logs.sync(self.directory, self._logs)
                 self._write_manifest(metrics)
                 checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
-        except OSError as error:
-            raise UserError(f"{self.directory}: cannot be written ({error}); free space there and run again") from error
         collectives.barrier()
         console.say(f"{self.stage}: {console.metrics_line(self._declaration.report.first(metrics))}")
         console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
@@ -320,7 +320,7 @@ class Run:
     def _staged(self, folder: str) -> Iterator[Path]:
         """The same staging directory on every rank; rank 0 creates and renames it. Raises: UserError, disk full."""
         final = self.directory / folder
-        with checkpoints.write_errors(final):
+        with _disk_errors(final):
             if collectives.is_main():
                 with disk.atomic_directory(final) as staging:
                     yield staging
@@ -337,6 +337,18 @@ class Run:
             write_card(model, stage, folder, self._inputs, of_results)
         except FAILURES as error:
             console.say(f"warning: {self.directory / folder}: no model card ({type(error).__name__}: {error})")
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Errors of a disk that is full, whichever library reports them, become a UserError that names the path."""
+    try:
+        with PlainErrors():
+            yield
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, ValueError) and "os error" not in str(error):  # tokenizers knows no OSError
+            raise
+        raise UserError(f"{path}: cannot be written ({error}); free space there and run again") from None
 
 
 def _peak_bytes() -> float:

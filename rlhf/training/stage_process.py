@@ -25,7 +25,7 @@ from rlhf.config.options import RunOptions
 from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.launch import forks, rank_variables
-from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent, require_open_files
+from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ORDERLY, REQUEUE, USER_ERROR
 
 C = TypeVar("C", bound=RunOptions)
@@ -85,7 +85,6 @@ def stage_main(
     argv = foreign_settings.plain_words(console.words(argv))
     try:
         with requeue_on_signal(), _Patience():
-            require_open_files()
             rank_variables.adopt(os.environ)
             accelerate_settings.adopt(os.environ)
             console.loading(stage.name, argv)

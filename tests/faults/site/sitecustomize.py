@@ -20,7 +20,7 @@ POINTS = {
     "step": ("rlhf.engine.training", "Engine.step", "before"),
     "forward": ("rlhf.engine.training", "Engine.__call__", "before"),
     "generate": ("step3_ppo.rollout", "generate", "before"),
-    "write": ("rlhf.training.snapshots", "SnapshotWriter._write", "before"),
+    "write": ("rlhf.training.checkpoints", "write_file", "before"),
     "rename": ("rlhf.training.checkpoints", "os.rename", "before"),
     "renamed": ("rlhf.training.checkpoints", "os.rename", "after"),
     "load": ("rlhf.training.checkpoints", "Checkpoint.restore", "before"),

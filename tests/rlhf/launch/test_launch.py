@@ -8,11 +8,9 @@ import sys
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rlhf.errors import UserError
 from rlhf.launch import launcher, supervisor
 from rlhf.launch.supervisor import REQUEUE, name_of
 from tests.support import forked
@@ -235,17 +233,6 @@ def test_two_ranks_end_well_every_time(program: str) -> None:
 def test_codes_have_names() -> None:
     assert (name_of(1), name_of(-signal.SIGTERM)) == ("exit code 1", "SIGTERM")
     assert name_of(-signal.SIGKILL).startswith("SIGKILL (") and "memory" in name_of(-signal.SIGKILL)
-
-
-def test_too_few_open_files_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (16, 16))
-    with pytest.raises(UserError, match=r"got a limit of 16 open files, expected 256 or more"):
-        launcher.require_open_files()
-    allowed: list[Any] = []
-    monkeypatch.setattr(launcher.resource, "getrlimit", lambda _: (16, 4096))
-    monkeypatch.setattr(launcher.resource, "setrlimit", lambda *words: allowed.append(words))
-    launcher.require_open_files()
-    assert allowed == [(launcher.resource.RLIMIT_NOFILE, (256, 4096))]
 
 
 def test_nothing_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,15 +99,16 @@ def edit(stage: Path, **changes: Any) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit of the weights": (lambda stage: flip(stage / "model/model.safetensors"), "damaged, its content"),
+    "a bit of the weights": (lambda stage: flip(stage / "model/model.safetensors"), "damaged, its content differs"),
     "a short file": (lambda stage: os.truncate(stage / "model/model.safetensors", 3), "got 3 bytes, expected 7"),
     "a lost file": (lambda stage: (stage / "model/config.json").unlink(), "config.json: damaged, no such file"),
     "no manifest": (lambda stage: (stage / "manifest.json").unlink(), "unfinished stage, no manifest.json"),
-    "half a manifest": (lambda stage: os.truncate(stage / "manifest.json", 40), "damaged, not a manifest"),
-    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "damaged, has no valid config"),
-    "an empty manifest": (lambda stage: (stage / "manifest.json").write_text('{"files": {}}'), "has no valid config"),
+    "half a manifest": (
+        lambda stage: os.truncate(stage / "manifest.json", 40),
+        "edited, it is not a manifest",
+    ),
+    "another manifest": (lambda stage: (stage / "manifest.json").write_text("[]"), "its content differs"),
     "a metric edited": (lambda stage: edit(stage, metrics={"score": 1}), "damaged or edited, its content differs"),
-    "files of another kind": (lambda stage: edit(stage, files={"a": 1}), "has no valid files"),
 }
 
 
@@ -190,14 +191,6 @@ def test_another_programs_layout_of_a_manifest_is_no_damage(tmp_path: Path) -> N
     assert "20.0" not in path.read_text() and manifests.read_manifest(tmp_path) == content | {"sha256": ANY}
     path.write_text(path.read_text().replace("2.5", "2.25"))
     with pytest.raises(UserError, match="damaged or edited"):
-        manifests.read_manifest(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["data", "user_files", "versions", "hardware"])
-def test_an_entry_of_a_wrong_type_is_named(tmp_path: Path, name: str) -> None:
-    content = {"stage": "s", "inputs": {}, "config": {}, "files": {}, "models": [], "metrics": {}, name: [1]}
-    manifests.write_manifest(tmp_path / manifests.MANIFEST, content)
-    with pytest.raises(UserError, match=f"has no valid {name}"):
         manifests.read_manifest(tmp_path)
 
 

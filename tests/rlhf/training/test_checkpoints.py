@@ -16,7 +16,7 @@ from rlhf.config import parser
 from rlhf.config.options import RunOptions
 from rlhf.errors import UserError
 from rlhf.storage import disk
-from rlhf.training import checkpoints, snapshots
+from rlhf.training import checkpoints
 from rlhf.training.checkpoints import Resumable
 from tests.support import forked_ranks, programs, saving
 from tests.support.killing import Killed
@@ -292,7 +292,7 @@ def test_what_was_saved_comes_back_whatever_the_size_of_its_parts(
 ) -> None:
     tensors = {f"layer.{i}": torch.randn(3, i + 1) for i in range(7)} | {"bits": torch.randn(4).to(torch.bfloat16)}
     for bytes_held in (1, 50, 1 << 20):
-        monkeypatch.setattr(snapshots, "PART_BYTES", bytes_held)
+        monkeypatch.setattr(checkpoints, "PART_BYTES", bytes_held)
         memory = Memory(tensors)
         stage = tmp_path / str(bytes_held)
         assert save(stage, 1, {"weights": memory}) is None
