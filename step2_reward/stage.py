@@ -93,7 +93,7 @@ def train(
         metrics = reward.step(step.micros, loss, step.rows)
         tokens = collectives.sum_over_ranks(torch.tensor(sum(counted_tokens(*each) for each in passes))).item()
         padding = 0.0 if reward.module.packs else padding_share([rows for _, computed in passes for rows in computed])
-        yield {**metrics, "tokens": tokens, "tokens_learned": 0, "padding": padding}  # no language-model head learns
+        yield {**metrics, "tokens": tokens, "padding": padding}
 
 
 def counted_tokens(pairs: Pairs, computed: Computed) -> int:

@@ -6,7 +6,6 @@ import fcntl
 import socket
 import struct
 import sys
-from collections.abc import Iterable
 
 from rlhf.errors import UserError
 
@@ -54,11 +53,6 @@ def _address_of(interface: str) -> str | None:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
         except OSError:  # it has no IPv4 address
             return None
-
-
-def first_address(peers: Iterable[str]) -> str | None:
-    """Our own address on the way to the first of the `peers` to which a way leads."""
-    return next((address for address in map(address_towards, peers) if address is not None), None)
 
 
 def listen(address: str, port: int, option: str) -> socket.socket:

@@ -30,8 +30,8 @@ TIMEOUT = "RLHF_RENDEZVOUS_TIMEOUT_S"
 TIMEOUT_S = 300.0
 PART = "RLHF_STORE_PART"
 """environment variable with the prefix of the launcher's store under which the ranks of this run meet"""
-SHARED_FILE_S = 30.0
-"""seconds in which a file that rank 0 writes must become visible to every other rank"""
+VISIBLE_S = 30.0
+"""seconds in which a file that one host writes must become visible to the others"""
 VERDICT_S = 30.0
 """seconds that a rank waits for the verdict after rank 0 has stopped waiting"""
 MAX_SHOWN = 4
@@ -177,7 +177,7 @@ class RankCheck:
         write_error = ""
         if self.rank > 0:
             written_path = self.store.get("shared/path").decode()
-            is_visible = not written_path or wait_until(Path(written_path).is_file, SHARED_FILE_S)
+            is_visible = not written_path or wait_until(Path(written_path).is_file, VISIBLE_S)
         else:
             existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir()).absolute()
             path = existing / f".rlhf-shared-{uuid.uuid4().hex}"
@@ -190,7 +190,7 @@ class RankCheck:
         try:
             own_value = {"host": socket.gethostname(), "seen": is_visible, "trouble": write_error}
             self.require_agreement(
-                "shared", own_value, SHARED_FILE_S + VERDICT_S, lambda values: _describe_unshared(values, directory)
+                "shared", own_value, VISIBLE_S + VERDICT_S, lambda values: _describe_unshared(values, directory)
             )
         finally:
             if path is not None:
@@ -239,8 +239,8 @@ def describe_differences(values: Mapping[int, Tree], size: int) -> str | None:
     if missing:
         hosts = ", ".join(dict.fromkeys(str(value["host"]) for value in values.values()))
         return (
-            f"{len(missing)} of {size} ranks did not arrive within {timeout_s():g} s: rank {_format_ranks(missing)}; "
-            f"ranks of {hosts} are there; start the others too, or raise {TIMEOUT}"
+            f"{len(missing)} of {size} ranks did not arrive within {timeout_s():g} s: rank "
+            f"{', '.join(map(str, missing))}; ranks of {hosts} are there; start the others too, or raise {TIMEOUT}"
         )
     first = values[0]
     for rank, other in values.items():
@@ -265,17 +265,6 @@ def _describe_difference(name: str, value: str | None, first_value: str | None) 
     if value is None or first_value is None:
         return f"{name} {'is missing' if value is None else 'is there'}"
     return f"{name} differs" if name.endswith(".py") else f"{name} {value}, not {first_value}"
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    """`1-3, 6` of [1, 2, 3, 6]."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 # --- one directory

@@ -117,16 +117,8 @@ class MasterAdamW(torch.optim.AdamW):
             maximize=False,
         )
 
-    def resume(self, steps: float, held: float = 0) -> None:
-        """Make the state of every weight after `steps` steps, with moments that are still to be restored.
-
-        held: steps that only weights with a learning rate of their own took
-        """
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.resume_weight(weight, group, steps if OWN_RATE in group else steps - held)
-
-    def resume_weight(self, weight: Tensor, group: Group, steps: float) -> None:
+    def resume(self, weight: Tensor, group: Group, steps: float) -> None:
+        """Make the state of a weight after `steps` steps, with moments that are still to be restored."""
         self.state[weight] |= initial_state(weight, steps)
 
     def unstep(self, weight: Tensor) -> None:

@@ -96,11 +96,12 @@ def restore_numbers(engine: "DeepSpeedEngine", saved: dict[str, float]) -> None:
     adam = _adam(engine)
     if saved["adam_steps"]:
         steps, held = saved["adam_steps"], saved.get("held_steps", 0.0)
-        if isinstance(adam, MasterAdamW):
-            adam.resume(steps, held)
-        else:
-            for group, weight in _weights(engine):
-                adam.state[weight] |= initial_state(weight, steps if OWN_RATE in group else steps - held)
+        for group, weight in _weights(engine):
+            count = steps if OWN_RATE in group else steps - held
+            if isinstance(adam, MasterAdamW):
+                adam.resume(weight, group, count)
+            else:
+                adam.state[weight] |= initial_state(weight, count)
         _link_states(engine.optimizer)
     set_schedule(engine, int(saved["schedule_steps"]))
     scaler = _loss_scaler(engine)

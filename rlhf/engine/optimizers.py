@@ -4,7 +4,6 @@ Muon works on the rows and columns of a matrix, 8-bit AdamW on blocks of it. ZeR
 none of these: both need whole weights.
 """
 
-import importlib.util
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from rlhf.config.options import EngineOptions, Optim, OptimizerOptions, effective_stage
 from rlhf.engine.adamw import Group, MasterAdamW, rate_groups
 from rlhf.errors import UserError
+from rlhf.models import quantized
 from rlhf.models.head import ScoreHead
 
 LEAST_8BIT = 4096
@@ -81,10 +81,7 @@ def require_usable(options: EngineOptions, device: torch.device) -> None:
             f"--optim paged_adamw_8bit: got the device {device.type}, expected a CUDA GPU, whose driver moves "
             "the pages; use --optim adamw_8bit"
         )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"--optim {options.optim}: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'"
-        )
+    quantized.require_installed(f"--optim {options.optim}")
 
 
 def build(
@@ -145,10 +142,10 @@ class LibraryOptimizer(MasterAdamW):
         if parameter.data_ptr() != master.data_ptr():  # the library has made it contiguous
             master.copy_(parameter.detach())
 
-    def resume_weight(self, weight: Tensor, group: Group, steps: float) -> None:
+    def resume(self, weight: Tensor, group: Group, steps: float) -> None:
         """A library makes its state in a step: one with a gradient and a rate of 0, which changes no weight."""
         if not self._is_special(weight):
-            return super().resume_weight(weight, group, steps)
+            return super().resume(weight, group, steps)
         self._step(weight, torch.zeros_like(self.master(weight)), group, 0.0)
         self.state[weight]["step"] = steps
         own = self._state(weight)

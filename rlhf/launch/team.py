@@ -48,8 +48,6 @@ from rlhf.shipped import ROOT
 
 STORE_POLL_S = 0.25
 """seconds between a follower's reads of the store"""
-VISIBLE_S = 30.0
-"""seconds within which a file of the leader must be visible on every other host"""
 BEAT_S = 1.0
 """seconds between two signs of life of a leader"""
 SILENCE_S = 60.0
@@ -124,10 +122,10 @@ class Order:
     def start(self, ranks: Ranks, stage: str) -> None:
         """Start the rank whose variables this process has. Raises: UserError if the leader's file is not visible
         here."""
-        if not rendezvous.wait_until(Path(self.file).exists, VISIBLE_S):
+        if not rendezvous.wait_until(Path(self.file).exists, rendezvous.VISIBLE_S):
             raise UserError(
-                f"{self.file} is not visible here after {VISIBLE_S:.0f} s; expected an output directory that all hosts "
-                "share"
+                f"{self.file} is not visible here after {rendezvous.VISIBLE_S:.0f} s; expected an output directory "
+                "that all hosts share"
             )
         variables = {name: os.environ[name] for name in rank_variables.RANK_VARIABLES if name in os.environ}
         variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", rendezvous.PART: str(int(self.number))}
@@ -259,12 +257,13 @@ def start(deployment: Deployment, output_dir: str, stages: Collection[str]) -> I
     """Lead the ranks of the deployment's hosts; DeepSpeed's launcher starts them. Raises: UserError."""
     options = deployment.options
     remote_hosts = [host for host in deployment.hosts if not addresses.is_this_host(host)]
-    address = options.master_addr or (addresses.first_address(remote_hosts) if remote_hosts else addresses.LOOPBACK)
-    if address is None:
+    address = options.master_addr or next(filter(None, map(addresses.address_towards, remote_hosts)), None)
+    if address is None and remote_hosts:
         raise UserError(
             "got hosts that this machine has no route to; set --master-addr to an address of this machine that they "
             "reach"
         )
+    address = address or addresses.LOOPBACK
     listening = addresses.listen(address, options.master_port or 0, "--master-port")
     port = listening.getsockname()[1]
     store = rendezvous.part_of(hold_store(listening))

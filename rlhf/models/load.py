@@ -38,10 +38,7 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head does not have."""
 MOST_NEW = 0.1
 """new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
-OWN_VALUES = ("eos_token_id", "pad_token_id")
-"""values of its config that an adapter does not share with its base model"""
 SHOWN = "ids_with_probability"
-EXPORT = "make them with `rlhf export`"
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -257,10 +254,12 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
     if is_adapter(Path(source)):
         if shards is not None or quantize != "none":
             other = "under ZeRO-3" if shards is not None else f"for --quantize {quantize}"
-            raise UserError(f"model '{path}': got an adapter, expected whole weights {other}; {EXPORT}")
+            raise UserError(
+                f"model '{path}': got an adapter, expected whole weights {other}; make them with `rlhf export`"
+            )
         model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, loading)
         adapter_files.merge(model, source)
-        for name in OWN_VALUES:
+        for name in ("eos_token_id", "pad_token_id"):  # which it does not share with its base model
             setattr(model.config, name, getattr(config, name, None))
         return model
     if source.endswith((".yaml", ".yml")):
@@ -277,10 +276,8 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
         device_map |= quantized.load_options(quantize, dtype, collectives.local_device())
         options = {"config": config, "dtype": dtype, "trust_remote_code": False, "weights_only": True}
         options |= attention_options(config)
-        report = {
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }  # our error names them; that of transformers does not
+        # Our error names weights of another shape; that of transformers does not.
+        report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with explain_load_errors(source):
             model, info = auto.from_pretrained(source, **report, **device_map, **options)
             refuse_adapter(path, model)

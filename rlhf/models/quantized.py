@@ -31,19 +31,19 @@ FLAGS = ("hf_quantizer", "quantization_method", "is_quantized")
 
 def require_possible(options: EngineOptions) -> None:
     """Raises: UserError for options with which a quantised model cannot be trained, or without bitsandbytes."""
-    kind = options.quantize
-    if kind == "none":
+    if options.quantize == "none":
         return
+    subject = f"--quantize {options.quantize}"
+    if options.adapter is None:
+        raise UserError(f"{subject}: quantised weights cannot be trained; add an adapter, as --adapter lora")
     refused = {
         "--zero-stage 3": options.zero_stage == 3,
         "--tensor-parallel-size": options.tensor_parallel_size > 1,
         "--torch-compile": options.torch_compile,
     }
-    if options.adapter is None:
-        raise UserError(f"--quantize {kind}: quantised weights cannot be trained; add an adapter, as --adapter lora")
     for name in (name for name, requested in refused.items() if requested):
-        raise UserError(f"--quantize {kind}: got it with {name}, which needs weights in the compute dtype; remove one")
-    require_installed(kind)
+        raise UserError(f"{subject}: got it with {name}, which needs weights in the compute dtype; remove one")
+    require_installed(subject)
 
 
 def require_possible_frozen(options: FrozenOptions, name: str) -> None:
@@ -53,19 +53,17 @@ def require_possible_frozen(options: FrozenOptions, name: str) -> None:
     """
     if options.quantize in (None, "none"):
         return
+    subject = f"--quantize {options.quantize}"
     other = "--offload" if options.offload else "--zero-stage 3" if options.zero_stage == 3 else ""
     if other:
-        raise UserError(f"{name}: --quantize {options.quantize}: got it with {other}, expected whole weights on every "
-                        "device; remove one")  # fmt: skip
-    require_installed(str(options.quantize))
+        raise UserError(f"{name}: {subject}: got it with {other}, expected whole weights on every device; remove one")
+    require_installed(subject)
 
 
-def require_installed(kind: str) -> None:
+def require_installed(subject: str) -> None:
     """Raises: UserError without bitsandbytes."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            f"--quantize {kind}: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'"
-        )
+        raise UserError(f"{subject}: the package bitsandbytes is not installed; pip install 'rlhf-pipeline[quantize]'")
 
 
 def load_options(kind: Quantize, dtype: torch.dtype, device: torch.device) -> dict[str, object]:

@@ -72,12 +72,8 @@ class ScalarModel(nn.Module):
 
     def _read(self, inputs: packing.ModelInputs) -> Tensor:
         hidden = self.backbone(**inputs.inputs, use_cache=False).last_hidden_state
-        return _placed(self.score(hidden).flatten(), inputs.states)
-
-
-def _placed(values: Tensor, states: Tensor) -> Tensor:
-    """The value of each token from those of all computed ones. values [N], states [B, S] -> [B, S]."""
-    return values.gather(0, to_device(states.flatten(), values.device)).view(states.shape)
+        scalars = self.score(hidden).flatten()  # of all computed tokens
+        return scalars.gather(0, to_device(inputs.states.flatten(), scalars.device)).view(inputs.states.shape)
 
 
 def scores(scalars: Tensor, mask: Tensor) -> Tensor:

@@ -55,14 +55,14 @@ class Speed:
         self._tokens = self._learned = self._seconds = 0.0
 
     def observe(self, steps: Iterable[Metrics]) -> Iterator[Metrics]:
-        """The metrics of each step, which have `tokens` and `tokens_learned` of all ranks."""
+        """The metrics of each step, which have `tokens` of all ranks, and of a language model `tokens_learned`."""
         start = time.monotonic()
         for metrics in steps:
             seconds = max(time.monotonic() - start, 1e-9)
-            self._tokens += metrics["tokens"]
-            self._learned += metrics["tokens_learned"]
+            tokens, learned = metrics["tokens"], metrics.get("tokens_learned", 0.0)
+            self._tokens, self._learned = self._tokens + tokens, self._learned + learned
             self._seconds += seconds
-            yield {**metrics, **self._numbers(metrics["tokens"], metrics["tokens_learned"], seconds)}
+            yield {**metrics, **self._numbers(tokens, learned, seconds)}
             start = time.monotonic()
 
     def summary(self) -> Metrics:

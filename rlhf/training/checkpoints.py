@@ -26,7 +26,7 @@ from torch import Tensor
 from rlhf import console
 from rlhf.config import Tree
 from rlhf.distributed import collectives
-from rlhf.distributed.rendezvous import wait_until
+from rlhf.distributed.rendezvous import VISIBLE_S, wait_until
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 from rlhf.storage.manifests import CHECKPOINTS
@@ -37,8 +37,6 @@ PART_BYTES = 1 << 29
 """bytes of tensors that a rank collects for one file: the memory that saving needs"""
 WRONG_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """what values of other types than a stage writes may raise"""
-VISIBLE_S = 30.0
-"""most seconds that a network file system may take to show a directory that another host has made"""
 
 
 class Numbers(Protocol):

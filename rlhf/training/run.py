@@ -151,15 +151,9 @@ class Run:
         """
         self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors, self._logs)
         checkpoints.require_room(self.directory, (self.options.keep + 1) * self._state.size())
-        self._warn_of_rates()
         if self._checkpoint is not None:
             self._checkpoint.restore(self._state, self.options.seed)
             console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")
-
-    def _warn_of_rates(self) -> None:
-        for name, value in self.options:
-            if name.endswith("learning_rate") and value == 0:
-                console.say(f"warning: --{name.replace('_', '-')} 0: the weights that it applies to do not change")
 
     def with_exports(self, steps: Iterable[Metrics], save: Callable[[Path], None]) -> Iterator[Metrics]:
         """Yield `steps`; after each `export_every`th step `save` writes a model into EXPORTS. All ranks together.

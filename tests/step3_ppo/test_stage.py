@@ -112,12 +112,6 @@ def test_a_reward_model_that_overfits_has_not_diverged() -> None:
         pairs.require_finite(torch.tensor([[0.0, 1.0], [float("nan"), 1.0]]), 1.0)
 
 
-def test_a_learning_rate_of_0_is_said(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    still = {"learning_rate": 0.0, "total_episodes": 32, "num_ppo_epochs": 1}
-    stage.run(options(models, tmp_path, "rloo", **still))
-    assert "warning: --learning-rate 0: the weights that it applies to do not change" in capsys.readouterr().out
-
-
 def test_everything_at_once_and_what_is_saved(models: Path, tmp_path: Path) -> None:
     extras = {"ptx_coef": 0.5, "ptx_batch_size": 8, "ema_decay": 0.5, "entropy_coef": 0.01, "use_score_scaling": True}
     extras |= {"score_clip": 2.0, "reward": "learned,normalize=true", "kl_target": 1.0}

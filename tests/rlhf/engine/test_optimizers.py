@@ -117,7 +117,9 @@ def test_a_resumed_optimizer_goes_on_as_one_that_never_stopped(kind: Any) -> Non
     whole, resumed = (build(each, kind, OPTIONS, {}, plain=True) for each in (model, other))
     assert isinstance(whole, LibraryOptimizer) and isinstance(resumed, LibraryOptimizer)
     train(model, whole, range(5))
-    resumed.resume(5.0)
+    for group in resumed.param_groups:
+        for weight in group["params"]:
+            resumed.resume(weight, group, 5.0)
     for own, copied in zip(model.parameters(), other.parameters(), strict=True):
         copied.data.copy_(own.data)
         for name, moment in resumed.moments(copied).items():

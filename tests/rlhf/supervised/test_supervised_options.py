@@ -64,7 +64,7 @@ def test_the_speed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0, 10.0, 14.0, 99.0])
     monkeypatch.setattr(speed.time, "monotonic", lambda: next(clock))
     timed = Speed(Arithmetic(SIZE, 10.0, 3.0, peak=1e6))
-    rows = list(timed.observe([{"tokens": 100.0, "tokens_learned": 50.0}, {"tokens": 40.0, "tokens_learned": 0.0}]))
+    rows = list(timed.observe([{"tokens": 100.0, "tokens_learned": 50.0}, {"tokens": 40.0}]))
     assert [row["tokens_per_second"] for row in rows] == [50.0, 10.0]
     shares = [3 * (100 * 2320 + 50 * 800) / 2e6, 3 * 40 * 2320 / 4e6]
     assert [row["share_of_peak"] for row in rows] == pytest.approx(shares, rel=1e-12)
