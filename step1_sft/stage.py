@@ -19,8 +19,7 @@ from data.prepare.encode import Demonstration
 from data.prepare.pack import CROSS_TEXT_ATTENTION
 from rlhf import adapters, console
 from rlhf.distributed import collectives
-from rlhf.engine.adapter_export import save_policy_adapter
-from rlhf.engine.export import save_policy
+from rlhf.engine.export import AdapterAlone, save_policy
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
@@ -169,10 +168,8 @@ class FineTuning:
             )
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
-        if self._config.share_trunk:
-            save_policy_adapter(self.engine, adapter_files.base_of(self._model_path), self._tokenizer, folder)
-        else:
-            save_policy(self.engine, self._config.adapter, self._tokenizer, folder)
+        alone = AdapterAlone(adapter_files.base_of(self._model_path)) if self._config.share_trunk else None
+        save_policy(self.engine, alone or self._config.adapter, self._tokenizer, folder)
 
 
 FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=vocabulary.extended_tokenizer, files=files)

@@ -17,8 +17,7 @@ from data.dataset import PhaseData, PromptDataset, Recipe
 from data.prepare.encode import Preference
 from rlhf import adapters, console
 from rlhf.distributed import collectives
-from rlhf.engine.adapter_export import save_scalar_adapter
-from rlhf.engine.export import save_scalar
+from rlhf.engine.export import AdapterAlone, save_scalar
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
 from rlhf.maths import losses
@@ -211,10 +210,8 @@ class RewardModelling:
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
         scores = None if metrics is None else ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
-        if self._config.share_trunk:
-            save_scalar_adapter(self.engine, adapter_files.base_of(self._model_path), self._tokenizer, folder, scores)
-        else:
-            save_scalar(self.engine, self._config.adapter, self._tokenizer, folder, scores)
+        alone = AdapterAlone(adapter_files.base_of(self._model_path)) if self._config.share_trunk else None
+        save_scalar(self.engine, alone or self._config.adapter, self._tokenizer, folder, scores)
 
 
 REWARD_MODELLING = Supervised(

@@ -5,18 +5,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PromptDataset
 from data.prepare.encode import Prompt
 from rlhf import adapters, console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives
-from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
-from rlhf.engine.export import save_policy, save_scalar
+from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.models.adapter_files import base_of
@@ -132,19 +129,6 @@ def resumable(learner: Learner, observers: Mapping[str, Numbers]) -> Resumable:
     return Resumable({**trained, **ptx, "models": learner, **observers}, {**trained, **average})
 
 
-def _exports(
-    learner: Learner, config: Step3Config, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Functions that write the actor and the critic: as adapters on the shared trunk, or as whole models."""
-    critic: Any = learner.critic
-    if config.share_trunk:
-        base = base_of(str(config.actor_model))
-        save_actor: Callable[..., None] = partial(save_policy_adapter, learner.actor, base, tokenizer)
-        return save_actor, partial(save_scalar_adapter, critic, base, tokenizer)
-    save_actor = partial(save_policy, learner.actor, config.adapter, tokenizer)
-    return save_actor, partial(save_scalar, critic, config.adapter, tokenizer)
-
-
 def describe_left_out(prompts: int, config: Step3Config) -> None:
     """Say how many prompts a pass over them leaves out, if the run makes a whole pass."""
     size = config.batch_size // config.num_generations
@@ -201,7 +185,8 @@ def run(config: Step3Config) -> None:
             stage.recorder.table("samples", iteration, samples[: config.sample_rows])
             return results()
 
-        save_actor, save_critic = _exports(learner, config, tokenizer)
+        alone = AdapterAlone(base_of(str(config.actor_model))) if config.share_trunk else None
+        save_actor = partial(save_policy, learner.actor, alone or config.adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
         schedule, watch = Schedule(len(prompts), config), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
@@ -226,7 +211,7 @@ def run(config: Step3Config) -> None:
         show_samples(before, after, config.sample_rows)
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if learner.critic is not None:
-            exports["critic"] = save_critic
+            exports["critic"] = partial(save_scalar, learner.critic, alone or config.adapter, tokenizer)
         if learner.ema is not None:
             exports["ema"] = partial(save_actor, average=learner.ema)
         stage.finish(exports, results(), learner.state_dict())

@@ -2,16 +2,13 @@
 
 import contextlib
 import errno
-import fcntl
 import socket
-import struct
-import sys
+
+import psutil
 
 from rlhf.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915
-"""the ioctl of Linux that returns the IPv4 address of an interface"""
 
 
 def address_towards(host: str) -> str | None:
@@ -38,21 +35,9 @@ def is_this_host(host: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """The network interface with this address; None if it cannot be determined."""
-    names = [name for _, name in socket.if_nameindex()]
-    if address.startswith("127."):
-        return next((name for name in ("lo", "lo0") if name in names), None)
-    return next((name for name in names if _address_of(name) == address), None)
-
-
-def _address_of(interface: str) -> str | None:
-    if sys.platform != "linux":
-        return None
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-        except OSError:  # it has no IPv4 address
-            return None
+    address = LOOPBACK if address.startswith("127.") else address
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
 
 
 def listen(address: str, port: int, option: str) -> socket.socket:

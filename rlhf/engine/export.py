@@ -1,8 +1,9 @@
-"""Export of an engine's model to a Hugging Face directory that transformers can load."""
+"""Export of an engine's model to a Hugging Face directory that transformers or peft can load."""
 
 import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,34 +21,58 @@ from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
-from rlhf.models import new_rows, quantized, traits
+from rlhf.models import adapter_files, new_rows, quantized, traits
 from rlhf.models.ends import saved_ends
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, ScoreStatistics
+from rlhf.models.trunk import Role
 from rlhf.storage import disk
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAlone:
+    """Write the adapter of a model without the weights of its base model, as a directory that peft can load."""
+
+    base: str
+    """path or hub id of the model without the adapter"""
+
+
+Adapter = str | AdapterAlone | None
+"""of a model that is saved: the method, which is merged into its weights; or alone; None: it has none"""
 
 
 def save_policy(
     engine: Engine,
-    adapter: str | None,
+    adapter: Adapter,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     average: EMA | None = None,
 ) -> None:
-    """Write the language model of a Policy engine, adapters merged, with tokenizer, template and generation config.
+    """Write the language model of a Policy engine, with tokenizer, template and generation config.
 
     With `average`, write the engine's averaged weights instead of its last weights.
     """
     policy = engine.module
     assert isinstance(policy, Policy)
     with average.inside(policy) if average is not None else contextlib.nullcontext():
-        state = full_state(policy.lm, adapter)
+        state = None if isinstance(adapter, AdapterAlone) else full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
             set_special_ids(policy.lm, tokenizer)
-            _untie_changed(policy.lm, state)
-            policy.lm.save_pretrained(directory, state_dict=state)
+            if isinstance(adapter, AdapterAlone):
+                policy.lm.config.save_pretrained(directory)
+                policy.lm.generation_config.save_pretrained(directory)
+                adapter_files.save(*_adapted(policy, policy.lm), adapter.base, directory)
+            else:
+                assert state is not None
+                _untie_changed(policy.lm, state)
+                policy.lm.save_pretrained(directory, state_dict=state)
             save_left_padded(tokenizer, directory)
     collectives.barrier()
+
+
+def _adapted(model: object, whole: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """The model that has the adapter of an engine's model, and the adapter's name."""
+    return (model.trunk.lm, model.role) if isinstance(model, Role) else (whole, adapter_files.ONLY)
 
 
 def _untie_changed(lm: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
@@ -80,7 +105,7 @@ def save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> Non
 
 def save_scalar(
     engine: Engine,
-    adapter: str | None,
+    adapter: Adapter,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     scores: ScoreStatistics | None = None,
@@ -93,16 +118,20 @@ def save_scalar(
     """
     model = engine.module.critic() if isinstance(engine.module, ActorCritic) else engine.module
     assert isinstance(model, ScalarModel)
-    backbone = model.backbone
-    prefix = backbone.base_model_prefix
     with gather_weights([model.score.weight]):
         head = model.score.exact.detach().to("cpu")
-    state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
-    if collectives.is_main():
-        state[HEAD] = head
-        save_scalar_config(model, tokenizer, directory, scores)
-        contiguous = {name: weight.contiguous() for name, weight in state.items()}
-        disk.save_tensors(contiguous, directory / "model.safetensors", {"format": "pt"})
+    if isinstance(adapter, AdapterAlone):
+        if collectives.is_main():
+            save_scalar_config(model, tokenizer, directory, scores)
+            adapter_files.save(*_adapted(engine.module, model.backbone), adapter.base, directory, head)
+    else:
+        prefix = model.backbone.base_model_prefix
+        state = {f"{prefix}.{name}": value for name, value in full_state(model.backbone, adapter).items()}
+        if collectives.is_main():
+            state[HEAD] = head
+            save_scalar_config(model, tokenizer, directory, scores)
+            contiguous = {name: weight.contiguous() for name, weight in state.items()}
+            disk.save_tensors(contiguous, directory / "model.safetensors", {"format": "pt"})
     collectives.barrier()
 
 

@@ -1,7 +1,6 @@
 """How far a stage is, from its files, and the last lines of a chain that ends early: the command to resume, the cause,
 and the checkpoint. Torch-free."""
 
-import json
 import re
 import shlex
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from rlhf.launch import rank_variables
 from rlhf.launch.supervisor import ExitStatus
+from rlhf.storage import disk
 
 
 def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
@@ -33,18 +33,8 @@ def has_unsaved_steps(stage: Path) -> bool:
 
 def last_step(stage: Path) -> int | None:
     """The last step in the stage's metrics.jsonl."""
-    try:
-        lines = (stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:  # an incomplete line
-            continue
-        if row["kind"] == "train":
-            return int(row["step"])
-    return None
+    rows = disk.json_lines(stage / "metrics.jsonl")
+    return max((int(row["step"]) for row in rows if row.get("kind") == "train"), default=None)
 
 
 def newest_checkpoint(stage: Path) -> Path | None:

@@ -11,8 +11,6 @@ TENSOR = ("gemma2", "gpt_neo", "gpt_neox", "gptj", "llama", "mistral", "opt", "q
 SEQUENCE = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 """Model types that train the same when ranks split the tokens. Windows and ALiBi need masks; gptj has its own
 attention."""
-FUSED = ("gpt2", "bloom")
-"""model types whose one matrix for queries, keys and values DeepSpeed 0.19 does not split correctly, as measured"""
 HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -50,11 +48,7 @@ def check_split(options: EngineOptions, path: str) -> None:
 def _check(subject: str, name: str, size: int, types: tuple[str, ...], path: str) -> None:
     config = load_config(path)
     if config.model_type not in types:
-        fused = name == "tensor" and config.model_type in FUSED
-        reason = " (DeepSpeed cannot split its fused queries, keys and values)" if fused else ""
-        raise UserError(
-            f"{subject} is a {config.model_type}{reason}, expected one of {', '.join(types)}; use --zero-stage 3"
-        )
+        raise UserError(f"{subject} is a {config.model_type}, expected one of {', '.join(types)}; use --zero-stage 3")
     if name == "sequence" and _has_window(config):
         raise UserError(
             f"{subject} attends within a window of {config.sliding_window} tokens, expected attention to all"

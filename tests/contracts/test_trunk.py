@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf import adapters, rewards
 from rlhf.chain import export
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
-from rlhf.engine.adapter_export import save_policy_adapter, save_scalar_adapter
-from rlhf.engine.export import save_policy
+from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
@@ -96,9 +95,9 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     policy = Policy(disturbed(adapters.wrap(base, ADAPTER), 1))
     backbone = adapters.wrap(load_backbone(str(out / "base"), torch.float32, tiny.VOCAB), ADAPTER)
     reward = disturbed(ScalarModel(backbone, head), 2)
-    for name, model, save in (("policy", policy, save_policy_adapter), ("reward", reward, save_scalar_adapter)):
+    for name, model, save in (("policy", policy, save_policy), ("reward", reward, save_scalar)):
         (out / name).mkdir()
-        save(Engine(model, FP32, OptimizerOptions(), 1), str(out / "base"), tokenizer, out / name)  # type: ignore[operator]
+        save(Engine(model, FP32, OptimizerOptions(), 1), AdapterAlone(str(out / "base")), tokenizer, out / name)
     return Folders(*(str(out / name) for name in ("base", "policy", "reward")), kind or "none")
 
 

@@ -15,12 +15,6 @@ from rlhf.errors import UserError
 FOLDER = __name__
 VERDICT = "verdict"
 """the name of the text with the result of a stage"""
-ELSEWHERE = {
-    "neptune": "wandb, mlflow or comet_ml serve instead",
-    "visdom": "trackio or tensorboard, which need no account, serve instead",
-    "all": "name each tracker",
-}
-"""names that people know from elsewhere, and what to type"""
 Scalar = bool | int | float | str | None
 
 
@@ -81,8 +75,6 @@ def check_trackers(specs: Sequence[str]) -> None:
     for name, spec in zip(names, specs, strict=True):
         if names.count(name) > 1:
             raise UserError(f"--report-to {' '.join(specs)}: got {name} twice; name each tracker once")
-        if name in ELSEWHERE:
-            raise UserError(f"--report-to {spec}: no such tracker; {ELSEWHERE[name]}, or a Python file of yours")
         try:
             open_tracker(spec)
         except UserError as error:

@@ -6,7 +6,6 @@ MLFLOW_TRACKING_URI, SWANLAB_MODE or TRACKIO_SPACE_ID (docs/running.md).
 """
 
 import importlib.util
-import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -19,8 +18,6 @@ from rlhf.config import Config as Options
 from rlhf.errors import UserError
 from rlhf.training.trackers import VERDICT, Scalar, TrackedRun, Tracker
 
-YES = ("1", "on", "true", "yes")
-"""values with which transformers takes WANDB_DISABLED as set"""
 Rows = Sequence[Sequence[Scalar]]
 
 
@@ -229,8 +226,6 @@ class WandB(Service):
 
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         settings = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
-        if os.environ.get("WANDB_DISABLED", "").lower() in YES:
-            settings["mode"] = "disabled"
         return tracking.WandBTracker(project, name=name, dir=str(run.directory), **settings)
 
     def run_id(self) -> str:

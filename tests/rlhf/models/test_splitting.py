@@ -133,9 +133,7 @@ def test_shares() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "options", "message"),
     [
-        ("gpt2", {}, {"tensor_parallel_size": 2}, "is a gpt2 (DeepSpeed cannot split its fused queries, keys"),
-        ("gpt2", {}, {"tensor_parallel_size": 2}, "keys and values), expected one of gemma2, gpt_neo"),
-        ("bloom", {}, {"tensor_parallel_size": 2}, "is a bloom"),
+        ("gpt2", {}, {"tensor_parallel_size": 2}, "is a gpt2, expected one of gemma2, gpt_neo"),
         ("llama", {}, {"tensor_parallel_size": 4}, "has num_key_value_heads 2, expected a multiple of 4"),
         ("opt", {}, {"tensor_parallel_size": 3}, "has num_attention_heads 4, expected a multiple of 3"),
         ("bloom", {}, {"sequence_parallel_size": 2}, "is a bloom, expected one of gpt2, gpt_neox"),
