@@ -106,9 +106,3 @@ def test_the_norm_of_gradients_on_a_device_has_few_operations(dtype: torch.dtype
         square = tensor_parallel._squares(on_device)
     assert square.dtype == torch.float64
     assert operations.counts == dict.fromkeys(("_foreach_norm", "stack", "_to_copy", "pow", "sum"), 1)
-
-
-def test_norms_of_a_list_are_in_fp32() -> None:
-    """257 ones: in bf16 the root of the sum would be 16."""
-    (norm,) = torch._foreach_norm([torch.ones(257, dtype=torch.bfloat16)], 2, torch.float32)
-    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(257**0.5, rel=1e-6)

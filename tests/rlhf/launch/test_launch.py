@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.launch import launcher, supervisor
-from rlhf.launch.supervisor import REQUEUE, name_of
+from rlhf.launch.supervisor import REQUEUE
 from tests.support import forked
 from tests.support.processes import alive, until
 
@@ -228,11 +228,6 @@ def test_two_ranks_end_well_every_time(program: str) -> None:
     body += "from rlhf.training.stage_process import end_well\n"
     body += "with process_group(60): barrier()\nend_well()"
     assert [int(launcher.run(program, [body], 2)) for _ in range(10)] == [0] * 10
-
-
-def test_codes_have_names() -> None:
-    assert (name_of(1), name_of(-signal.SIGTERM)) == ("exit code 1", "SIGTERM")
-    assert name_of(-signal.SIGKILL).startswith("SIGKILL (") and "memory" in name_of(-signal.SIGKILL)
 
 
 def test_nothing_of_the_current_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,16 +93,6 @@ def test_each_token_stands_in_one_place_and_padding_in_none() -> None:
         assert int(layout.empty.sum()) == 3 * 32 + 3 * full - sum(LENGTHS) and not layout.empty[layout.slots].any()
 
 
-def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    lm = ready(tiny.causal_lm(), torch.float32)
-    packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
-    batch = rows()
-    together, _ = Policy(lm)(batch)  # type: ignore[arg-type]
-    for i in range(len(LENGTHS)):
-        alone, _ = Policy(lm)(batch[i : i + 1])  # type: ignore[arg-type]
-        torch.testing.assert_close(alone[0], together[i], rtol=0, atol=2e-6)
-
-
 def test_no_padding_is_computed() -> None:
     lm = ready(tiny.causal_lm(), torch.float32)
     packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]

@@ -322,15 +322,6 @@ def test_two_spellings_of_one_model_are_equal(tmp_path: Path, monkeypatch: pytes
     assert state(Path("out"), model=f"{tmp_path}/here/model") == "finished"
 
 
-def test_the_layout_of_a_manifest_does_not_matter(tmp_path: Path) -> None:
-    """As jq writes it."""
-    first = make(tmp_path)
-    later(tmp_path)
-    path = first / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, separators=(",", ":")))
-    assert state(tmp_path) == state(tmp_path, "step2_reward", model=str(first)) == "finished"
-
-
 def later(out: Path) -> Path:
     """A second stage that started from the first."""
     first = str(out / "step1_sft")
