@@ -1,4 +1,4 @@
-"""The rendezvous of a stage's ranks: checks for missing ranks, different options or code, and a shared directory.
+"""The rendezvous of a stage's ranks: checks for missing ranks, and for different options or code.
 
 The ranks exchange JSON through a key-value store, before any data is read or model loaded.
 """
@@ -11,9 +11,7 @@ import re
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -114,87 +112,48 @@ def choose_interface() -> None:
 def check_ranks(options: RunOptions) -> None:
     """Wait for every rank, and check that all agree. Does nothing for a single process.
 
-    Raises: UserError, on every rank, if one is missing after RLHF_RENDEZVOUS_TIMEOUT_S, has different options, code or
-    versions, or does not see the output directory.
+    Raises: UserError, on every rank, if one is missing after RLHF_RENDEZVOUS_TIMEOUT_S, or has different options, code
+    or versions.
     """
     if not is_multi_process():
         return
-    rank_check = RankCheck(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     own = {"host": socket.gethostname(), "has": shared_properties(options)}
-    rank_check.require_agreement("here", own, timeout_s(), lambda values: describe_differences(values, rank_check.size))
-    if not _is_one_host():
-        rank_check.require_shared(Path(options.output_dir))
+    require_agreement(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own, timeout_s())
 
 
-@dataclass(frozen=True, slots=True)
-class RankCheck:
-    """This rank's part in checks of all ranks through `store`."""
+def require_agreement(store: Store, rank: int, size: int, own: Tree, seconds: float) -> None:
+    """Rank 0 compares what the ranks have that arrive within `seconds`; all ranks get its verdict.
 
-    store: Store
-    rank: int
-    size: int
+    own: this rank's host, and what it has. Raises: UserError with the verdict, if a rank is missing or differs.
+    """
+    store.set(f"here/{rank}", json.dumps(own))
+    if rank == 0:
+        values = _collect(store, size, seconds)
+        store.set("verdict", json.dumps(describe_differences(values, size)))
+        # The store may end with this process, so the others read first.
+        wait_until(lambda: store.add("read", 0) >= len(values) - 1, VERDICT_S)
+    elif not (
+        wait_until(lambda: store.check(["here/0"]), seconds)
+        and wait_until(lambda: store.check(["verdict"]), seconds + VERDICT_S)
+    ):
+        raise UserError(f"rank 0 did not arrive within {seconds:g} s; start the first host too")
+    verdict = json.loads(store.get("verdict"))
+    if rank > 0:
+        store.add("read", 1)
+    if verdict is not None:
+        raise UserError(verdict)
 
-    def require_agreement(
-        self, name: str, own_value: Tree, seconds: float, judge: Callable[[Mapping[int, Tree]], str | None]
-    ) -> None:
-        """Rank 0 judges the values of the ranks that arrive within `seconds`; all ranks get its verdict.
 
-        judge(rank -> value): an error message, or None. Raises: UserError with the verdict, if it is not None.
-        """
-        store, verdict_key = self.store, f"{name}/verdict"
-        store.set(f"{name}/{self.rank}", json.dumps(own_value))
-        if self.rank == 0:
-            values = self._collect(name, seconds)
-            store.set(verdict_key, json.dumps(judge(values)))
-            # The store may end with this process, so the others read first.
-            wait_until(lambda: store.add(f"{name}/read", 0) >= len(values) - 1, VERDICT_S)
-        elif not (
-            wait_until(lambda: store.check([f"{name}/0"]), seconds)
-            and wait_until(lambda: store.check([verdict_key]), seconds + VERDICT_S)
-        ):
-            raise UserError(f"rank 0 did not arrive within {seconds:g} s; start the first host too")
-        decision = json.loads(store.get(verdict_key))
-        if self.rank > 0:
-            store.add(f"{name}/read", 1)
-        if decision is not None:
-            raise UserError(decision)
+def _collect(store: Store, size: int, seconds: float) -> dict[int, Tree]:
+    """What each rank has that arrives in time."""
+    missing = set(range(size))
 
-    def _collect(self, name: str, seconds: float) -> dict[int, Tree]:
-        """The value of each rank that arrives in time."""
-        missing = set(range(self.size))
+    def all_arrived() -> bool:
+        missing.difference_update([rank for rank in missing if store.check([f"here/{rank}"])])
+        return not missing
 
-        def all_arrived() -> bool:
-            missing.difference_update([rank for rank in missing if self.store.check([f"{name}/{rank}"])])
-            return not missing
-
-        wait_until(all_arrived, seconds)
-        arrived = sorted(set(range(self.size)) - missing)
-        return {rank: json.loads(self.store.get(f"{name}/{rank}")) for rank in arrived}
-
-    def require_shared(self, directory: Path) -> None:
-        """Raises: UserError, on every rank, unless all ranks see a file that rank 0 writes beside the output."""
-        path: Path | None = None
-        write_error = ""
-        if self.rank > 0:
-            written_path = self.store.get("shared/path").decode()
-            is_visible = not written_path or wait_until(Path(written_path).is_file, VISIBLE_S)
-        else:
-            existing = next(path for path in (directory, *directory.absolute().parents) if path.is_dir()).absolute()
-            path = existing / f".rlhf-shared-{uuid.uuid4().hex}"
-            try:
-                path.touch()
-            except OSError as error:
-                write_error = f"rank 0 cannot write to {existing} ({error.strerror})"
-            is_visible = not write_error
-            self.store.set("shared/path", "" if write_error else str(path))
-        try:
-            own_value = {"host": socket.gethostname(), "seen": is_visible, "trouble": write_error}
-            self.require_agreement(
-                "shared", own_value, VISIBLE_S + VERDICT_S, lambda values: _describe_unshared(values, directory)
-            )
-        finally:
-            if path is not None:
-                path.unlink(missing_ok=True)
+    wait_until(all_arrived, seconds)
+    return {rank: json.loads(store.get(f"here/{rank}")) for rank in range(size) if rank not in missing}
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -265,18 +224,3 @@ def _describe_difference(name: str, value: str | None, first_value: str | None) 
     if value is None or first_value is None:
         return f"{name} {'is missing' if value is None else 'is there'}"
     return f"{name} differs" if name.endswith(".py") else f"{name} {value}, not {first_value}"
-
-
-# --- one directory
-
-
-def _describe_unshared(values: Mapping[int, Tree], directory: Path) -> str | None:
-    if values[0]["trouble"]:
-        return f"--output-dir {directory}: {values[0]['trouble']}; name another"
-    hosts = list(dict.fromkeys(value["host"] for value in values.values() if not value["seen"]))
-    if not hosts:
-        return None
-    return (
-        f"--output-dir {directory}: {', '.join(hosts)} does not see what rank 0 on {values[0]['host']} writes there; "
-        "it must be one directory that all hosts share"
-    )

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw as update
 
 from rlhf.config.options import OptimizerOptions
-from rlhf.distributed.tensor_parallel import full_numel
 from rlhf.distributed.zero3 import full_shape
 
 INVERSE_SQRT_TIMESCALE = 10_000
@@ -129,10 +128,6 @@ class MasterAdamW(torch.optim.AdamW):
         """The tensors of the state of `weight` that a checkpoint has beside the master weight; none before a step."""
         state = self.state[weight]
         return {name: state[name] for name in MOMENTS if name in state}
-
-    def state_numbers(self, weight: Tensor) -> int:
-        """How many numbers `moments` has after a step."""
-        return len(MOMENTS) * full_numel(weight)
 
 
 def batches(weights: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf.distributed import collectives
-from rlhf.distributed.tensor_parallel import full_numel, gather_full, local_part
+from rlhf.distributed.tensor_parallel import gather_full, local_part
 from rlhf.distributed.zero3 import gather_weights
 from rlhf.engine.training import Engine
 
@@ -21,10 +21,6 @@ class WeightsCopy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._copies = {name: weight.clone() for name, weight in self._own_weights()}
-
-    def size(self) -> int:
-        """Bytes of the copies of all ranks."""
-        return 4 * sum(full_numel(p) for p in self._engine.module.parameters() if p.requires_grad)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The copies of this rank, by the name of the weight."""

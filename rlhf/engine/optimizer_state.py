@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from rlhf.distributed.tensor_parallel import full_numel, gather_full, local_part
+from rlhf.distributed.tensor_parallel import gather_full, local_part
 from rlhf.distributed.zero3 import is_sharded
 from rlhf.engine.adamw import MOMENTS, OWN_RATE, Group, MasterAdamW, initial_state
 
@@ -59,12 +59,6 @@ def tensors(engine: "DeepSpeedEngine", trained: Named) -> Iterator[tuple[str, Te
         for moment in MOMENTS if stepped else ():
             state = safe_get_full_optimizer_state(parameter, moment)
             yield f"{moment}:{name}", gather_full(parameter, state)
-
-
-def size(engine: "DeepSpeedEngine", parameter: nn.Parameter) -> int:
-    """How many numbers `tensors` has of a weight after a step."""
-    count, adam = full_numel(parameter), _adam(engine)
-    return count + (adam.state_numbers(parameter) if isinstance(adam, MasterAdamW) else len(MOMENTS) * count)
 
 
 def master(engine: "DeepSpeedEngine", parameter: nn.Parameter) -> Tensor:

@@ -165,10 +165,6 @@ class LibraryOptimizer(MasterAdamW):
         state = self._state(weight) if weight in self._libraries else {}
         return {name: x for name, x in state.items() if isinstance(x, Tensor) and x.dim() and name not in CODES}
 
-    def state_numbers(self, weight: Tensor) -> int:
-        """How many numbers `moments` has after a step."""
-        return sum(state_numbers(self._kind, weight.shape, id(weight) in self._outer))
-
     def _is_special(self, weight: Tensor) -> bool:
         return is_special(self._kind, weight.shape, id(weight) in self._outer)
 

@@ -231,10 +231,6 @@ class Engine(Generic[M]):
         self.tolerance.in_a_row = int(state["bad_in_a_row"])
         optimizer_state.restore_numbers(self._engine, state)
 
-    def size(self) -> int:
-        """Bytes of `tensors` on all ranks."""
-        return 4 * sum(optimizer_state.size(self._engine, p) for _, p in self._trained())
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Weights and moments, whole and in fp32, of every `world_size`th trained weight: this rank's share.
 

@@ -51,9 +51,6 @@ class Numbers(Protocol):
 class Tensors(Protocol):
     """An object whose state is tensors."""
 
-    def size(self) -> int:
-        """Bytes that all ranks write together."""
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that this rank writes, under names that no other rank uses. All ranks iterate together."""
 
@@ -69,10 +66,6 @@ class Resumable:
     tensors: Mapping[str, Tensors]
     logs: Sequence[str] = ()
     """patterns of the stage's files that grow line by line; a checkpoint records their lengths"""
-
-    def size(self) -> int:
-        """Bytes of a checkpoint, to a few kilobytes."""
-        return sum(source.size() for source in self.tensors.values())
 
 
 def save(stage: Path, step: int, state: Resumable, about: Mapping[str, object], keep: int) -> str | None:

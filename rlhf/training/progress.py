@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
+from rlhf.distributed.rendezvous import VISIBLE_S, wait_until
 from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.storage import manifests
@@ -228,7 +230,8 @@ def versions_changed(manifest: Tree) -> Iterator[str]:
 def locked_directory(directory: Path, replace: bool) -> Iterator[None]:
     """Rank 0 creates the directory and holds its lock for all ranks.
 
-    Raises: UserError if another process has the lock, or has finished the stage since the check.
+    Raises: UserError if another process has the lock, or has finished the stage since the check, or a host does not see
+    the directory.
     """
     with contextlib.ExitStack() as stack:
         refusal = None
@@ -242,4 +245,11 @@ def locked_directory(directory: Path, replace: bool) -> Iterator[None]:
         refusal = collectives.gather_objects(refusal)[0]
         if refusal is not None:
             raise UserError(refusal)
+        is_visible = wait_until((directory / manifests.LOCK).exists, VISIBLE_S)
+        hosts = collectives.gather_objects("" if is_visible else socket.gethostname())
+        if any(hosts):
+            raise UserError(
+                f"{directory}: {', '.join(dict.fromkeys(filter(None, hosts)))} does not see what rank 0 writes there; "
+                "--output-dir must be one directory that all hosts share"
+            )
         yield

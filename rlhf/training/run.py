@@ -145,12 +145,8 @@ class Run:
             console.say(f"{self.stage}: {note}")
 
     def resume(self, state: Resumable) -> None:
-        """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state.
-
-        Raises: UserError if the disk is too small for the checkpoints.
-        """
+        """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state."""
         self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors, self._logs)
-        checkpoints.require_room(self.directory, (self.options.keep + 1) * self._state.size())
         if self._checkpoint is not None:
             self._checkpoint.restore(self._state, self.options.seed)
             console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")

@@ -27,9 +27,6 @@ class Weights:
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.step, self.loaded_values = rank, 0, [0.0]
 
-    def size(self) -> int:
-        return 8 * ROWS * 4
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for i in range(self.rank, 8, 2):
             yield str(i), torch.full((ROWS,), float(self.step))

@@ -42,9 +42,6 @@ class Memory:
     def load_state_dict(self, state: int) -> None:
         self.count = state
 
-    def size(self) -> int:
-        return 4 * sum(tensor.numel() for tensor in self.by_name.values())
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for i, (name, tensor) in enumerate(sorted(self.by_name.items())):
             if i % collectives.world_size() == collectives.rank():

@@ -83,7 +83,6 @@ def trained(
         "averaged": averaged,
         "tokens": tokens,
         "unspoilt": unspoilt,
-        "size": engine.size(),
         "kept": weights_at_half,
         "copies": collectives.gather_objects(copies(engine)),
     }

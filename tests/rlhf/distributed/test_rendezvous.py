@@ -3,7 +3,7 @@
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from rlhf.config.options import RunOptions
 from rlhf.distributed import addresses, rendezvous
 from rlhf.errors import UserError
+from rlhf.training import progress
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -50,13 +51,8 @@ def meet(records: list[Any]) -> list[str | None]:
     messages: list[str | None] = [None] * len(records)
 
     def rank(number: int) -> None:
-        check = rendezvous.RankCheck(store, number, len(records))
-
-        def judge(values: Mapping[int, Any]) -> str | None:
-            return rendezvous.describe_differences(values, len(records))
-
         try:
-            check.require_agreement("here", records[number], 1.0, judge)
+            rendezvous.require_agreement(store, number, len(records), records[number], 1.0)
         except UserError as error:
             messages[number] = str(error)
 
@@ -114,16 +110,17 @@ def test_what_must_agree(tmp_path: Path) -> None:
     assert {name for name in properties if properties[name] != changed[name]} == {str(reward)}
 
 
-def test_a_directory_that_only_one_host_sees() -> None:
-    reports = {0: {"host": "a", "seen": True, "trouble": ""}, 1: {"host": "b", "seen": False, "trouble": ""}}
-    message = rendezvous._describe_unshared(reports, Path("runs/x"))
-    assert message is not None and message.startswith(
-        "--output-dir runs/x: b does not see what rank 0 on a writes there"
-    )
-    reports[1]["seen"] = True
-    assert rendezvous._describe_unshared(reports, Path("runs/x")) is None
-    reports[0] |= {"seen": False, "trouble": "rank 0 cannot write to runs"}
-    assert "rank 0 cannot write to runs" in str(rendezvous._describe_unshared(reports, Path("runs/x")))
+def test_a_directory_that_only_one_host_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "VISIBLE_S", 0.1)
+    reports = iter([[None], ["", "b", "b"], [None], ["", "", ""]])  # two for each call
+    monkeypatch.setattr(progress.collectives, "gather_objects", lambda _: next(reports))
+    with (
+        pytest.raises(UserError, match=r"x: b does not see what rank 0 writes there; --output-dir must be one"),
+        progress.locked_directory(tmp_path / "x", replace=False),
+    ):
+        pass
+    with progress.locked_directory(tmp_path / "x", replace=False):
+        assert (tmp_path / "x" / ".lock").exists()
 
 
 def test_the_first_host_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

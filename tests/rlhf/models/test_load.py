@@ -55,11 +55,6 @@ def edit_weights(model_path: Path, change: Callable[[State], Any]) -> None:
     )
 
 
-def edit_config(model_path: Path, **changes: Any) -> None:
-    path = model_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def refusal(model_path: Path, load: Callable[..., Any] = load_causal_lm, size: int = tiny.VOCAB) -> str:
     with pytest.raises(UserError) as caught:
         load(str(model_path), torch.float32, size)

@@ -60,7 +60,7 @@ def require_alike(results: dict[str, Any], kind: str, what: str) -> None:
     assert apart(expected["averaged"], split["averaged"]) < 2e-6
     assert apart(expected["last"], expected["first"]) > 1e-3  # something was learned
     assert all(copies == split["copies"][0] for copies in split["copies"])  # to the bit
-    assert split["unspoilt"] and split["size"] == expected["size"]
+    assert split["unspoilt"]
 
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
