@@ -82,7 +82,6 @@ class Engine(Generic[M]):
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
-        optimizers.require_whole(options, dtype.itemsize, collectives.world_size())
         optimizer = optimizers.build(model.to(self.device), options.optim, o, rates, self._plain)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._engine, *_ = deepspeed.initialize(

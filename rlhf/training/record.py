@@ -32,19 +32,18 @@ class MetricsFile:
         self._start = time.monotonic() - before
 
     def write(self, kind: str, step: int, metrics: Metrics) -> None:
-        row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
-        for name in row.keys() & metrics.keys():
-            raise UserError(f"{self._file.name}: a metric is named {name}, as a column of every row; rename it")
-        self._append(row | {name: _plain(value) for name, value in metrics.items()})
+        self._append(kind, step, {name: _plain(value) for name, value in metrics.items()})
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
-        row = {"kind": "warning", "step": step, "seconds": round(time.monotonic() - self._start, 3)}
         shown = {number: _plain(value) for number, value in numbers.items()}
-        self._append(row | {"name": name, "numbers": shown, "advice": advice})
+        self._append("warning", step, {"name": name, "numbers": shown, "advice": advice})
 
-    def _append(self, row: Tree) -> None:
+    def _append(self, kind: str, step: int, content: Tree) -> None:
+        row = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3)}
+        for name in row.keys() & content.keys():
+            raise UserError(f"{self._file.name}: a metric is named {name}, as a column of every row; rename it")
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(row | content) + "\n")
             self._file.flush()
         except OSError as error:
             raise UserError(
@@ -94,12 +93,12 @@ class Recorder:
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
         """Say in one line that something looks wrong, with its numbers and the next step; also to file and trackers."""
-        text = f"{console.metrics_line(numbers)}: {advice}"
-        console.say(f"warning, step {step}: {name} ({console.metrics_line(numbers)}): {advice}")
+        shown = console.metrics_line(numbers)
+        console.say(f"warning, step {step}: {name} ({shown}): {advice}")
         if self._file is not None:
             self._file.warn(step, name, numbers, advice)
         if self._reporter is not None:
-            self._reporter.text("warning", step, name, text)
+            self._reporter.text("warning", step, name, f"{shown}: {advice}")
 
     def table(self, name: str, step: int, rows: Sequence[Mapping[str, Scalar]]) -> None:
         """Send rows with the same columns to the trackers. A stage has them in a file of its own."""

@@ -8,6 +8,7 @@ MLFLOW_TRACKING_URI, SWANLAB_MODE or TRACKIO_SPACE_ID (docs/running.md).
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import ClassVar, Self
 
@@ -39,6 +40,8 @@ class Service(Tracker):
 
     Config: ClassVar[type[Options]] = ServiceOptions
     package: ClassVar[str]
+    id_of_run: ClassVar[str] = "id"
+    """the attribute of the service's run"""
 
     def __init__(self, project: str = "", name: str = "") -> None:
         self._project, self._name = project, name
@@ -56,9 +59,9 @@ class Service(Tracker):
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         """accelerate's tracker, not started."""
 
-    @abstractmethod
     def run_id(self) -> str:
         """The id of the service's run."""
+        return str(attrgetter(self.id_of_run)(self.service.tracker))
 
     def start(self, run: TrackedRun) -> str:
         PartialState()  # accelerate's logger, to which each of its trackers writes, raises an error without it
@@ -86,12 +89,10 @@ class Aim(Service):
     """The repository is OUT/.aim, shared by the stages of a run. It has no tables: they are texts."""
 
     package = "aim"
+    id_of_run = "hash"
 
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         return tracking.AimTracker(name, str(run.directory.parent), experiment=project, run_hash=run.run_id)
-
-    def run_id(self) -> str:
-        return str(self.service.tracker.hash)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         import aim
@@ -108,7 +109,7 @@ class ClearML(Service):
 
     def run_id(self) -> str:
         self.service.tracker.set_initial_iteration(0)  # a continued task adds its last iteration to every later one
-        return str(self.service.tracker.id)
+        return super().run_id()
 
     def log_text(self, name: str, text: str, step: int) -> None:
         self.service.tracker.get_logger().report_text(f"{name}, step {step}: {text}", print_console=False)
@@ -142,12 +143,10 @@ class MLflow(Service):
     """Texts and tables are artifacts."""
 
     package = "mlflow"
+    id_of_run = "info.run_id"
 
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         return tracking.MLflowTracker(project, run_id=run.run_id, run_name=name)
-
-    def run_id(self) -> str:
-        return str(self.service.tracker.info.run_id)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         import mlflow
@@ -169,9 +168,6 @@ class SwanLab(Service):
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         resumed = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
         return tracking.SwanLabTracker(project, name=name, log_dir=str(run.directory / "swanlog"), **resumed)
-
-    def run_id(self) -> str:
-        return str(self.service.tracker.id)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         import swanlab
@@ -199,13 +195,11 @@ class Trackio(Service):
     """It stores runs on this machine, or in a Space with the variable TRACKIO_SPACE_ID."""
 
     package = "trackio"
+    id_of_run = "name"
 
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         resume = "never" if run.run_id is None else "allow"
         return tracking.TrackioTracker(project, name=run.run_id or name, resume=resume)
-
-    def run_id(self) -> str:
-        return str(self.service.tracker.name)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         from trackio import AlertLevel
@@ -227,9 +221,6 @@ class WandB(Service):
     def open(self, project: str, name: str, run: TrackedRun) -> tracking.GeneralTracker:
         settings = {} if run.run_id is None else {"id": run.run_id, "resume": "allow"}
         return tracking.WandBTracker(project, name=name, dir=str(run.directory), **settings)
-
-    def run_id(self) -> str:
-        return str(self.service.tracker.id)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         super().log_text(name, text, step)
