@@ -297,7 +297,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
                 "that only its tokenizer has; each is the mean of the others"
             )
         with contextlib.nullcontext() if shards is None else shards.building():
-            _add_rows(model, rows, tokenizer_size)
+            new_rows.add(model, tokenizer_size)
     if new_tokens:
         new_rows.set_to_means(model, new_tokens)
     refuse_non_finite(model, path)
@@ -319,15 +319,6 @@ def refuse_mismatch(path: str, info: Tree, ignored: re.Pattern[str] | None = Non
         problems.append(f"{count} weights have another shape ({name}: got {list(shape)}, expected {list(expected)})")
     if problems:
         raise UserError(f"model '{path}': {'; '.join(problems)}; expected those of its config.json")
-
-
-def _add_rows(model: PreTrainedModel, rows: int, size: int) -> None:
-    model.resize_token_embeddings(size, mean_resizing=False)
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            for weight in [] if layer is None else layer.parameters():
-                with gather_weights([weight], changed=True):
-                    weight[rows:] = weight[:rows].float().mean(0)
 
 
 def refuse_non_finite(model: nn.Module, path: str) -> None:

@@ -9,21 +9,30 @@ from transformers import PreTrainedModel
 from rlhf.distributed.zero3 import gather_weights
 
 
+def add(model: PreTrainedModel, size: int) -> None:
+    """Make the embeddings and the head `size` rows long. Each new row is the mean of the others."""
+    rows = model.get_input_embeddings().num_embeddings
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for weight in _matrices(model):
+        with torch.no_grad(), gather_weights([weight], changed=True):
+            weight[rows:] = weight[:rows].float().mean(0)
+
+
 def set_to_means(model: PreTrainedModel, pieces: Mapping[int, list[int]]) -> None:
     """Set the row of each new id to the mean of the rows of its pieces, in the embeddings and in the head.
 
     pieces: for each new id, the ids that its text had before
     """
-    done: set[int] = set()
-    with torch.no_grad():
-        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-            for weight in [] if layer is None else layer.parameters():
-                if id(weight) in done:  # the head is tied
-                    continue
-                done.add(id(weight))
-                with gather_weights([weight], changed=True):
-                    for new, old in pieces.items():
-                        weight[new] = weight[old].float().mean(0)
+    for weight in _matrices(model):
+        with torch.no_grad(), gather_weights([weight], changed=True):
+            for new, old in pieces.items():
+                weight[new] = weight[old].float().mean(0)
+
+
+def _matrices(model: PreTrainedModel) -> list[Tensor]:
+    """The weights of the embeddings and the head, each once: they may be tied."""
+    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    return list({id(weight): weight for layer in layers for weight in layer.parameters()}.values())
 
 
 def train(model: PreTrainedModel, ids: Iterable[int]) -> None:
