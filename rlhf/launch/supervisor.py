@@ -84,7 +84,8 @@ class Group(Protocol):
 class Child(Protocol):
     """A child process: a Popen, or a fork."""
 
-    pid: int
+    @property
+    def pid(self) -> int | None: ...
 
     def poll(self) -> int | None: ...
 
@@ -139,11 +140,13 @@ class Ranks:
 
     def _send(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
+            leader = self._children[rank].pid
+            assert leader is not None, "a child that is not started"
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._children[rank].pid, number)
+                os.killpg(leader, number)
 
 
-def _state(pid: int) -> str:
+def _state(pid: int | None) -> str:
     """The kernel's letter: R runs, S and D wait, T is stopped. `?` without /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rlhf.config import Tree
 from rlhf.distributed import collectives
-
-
-def describe() -> Tree:
-    """The device of this process, and the number of processes, each of which has one."""
-    return {"device": device_name(), "processes": collectives.world_size()}
 
 
 def device_name() -> str:

@@ -23,6 +23,7 @@ from rlhf.training import checkpoints
 
 CURE = "choose another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do if the stage cannot resume"""
+CHANGE = f"{CURE}, or --allow-config-change to resume from it nevertheless"
 
 StageStatus = Literal["new", "interrupted", "finished", "stale", "extended"]
 """`interrupted`: it resumes from a checkpoint. `stale`: it has a checkpoint, but starts from scratch, because a stage
@@ -55,7 +56,7 @@ def stage_status(
     _require_same_options(directory, finished and not longer, changed, options)
     other = _differing(manifest.get("data", {}), content())
     if other:
-        raise UserError(f"{_describe(directory, finished)} other data: {', '.join(other)} changed since; {CURE}")
+        raise _refusal(directory, finished, f"other data: {', '.join(other)} changed since", CURE)
     _require_same_files(directory, finished, manifest.get("user_files", {}), options, inputs)
     pending = {name for name, path in inputs.items() if manifests.planned_start(path, options.output_dir, planned)}
     other = [name for name in inputs if name in pending or digests[name] != inputs_then.get(name)]
@@ -118,10 +119,8 @@ def _require_same_options(directory: Path, finished: bool, changed: Changes, opt
             console.say(f"note: {directory} resumes with another option: {line}")
         return
     if changed:
-        raise UserError(
-            f"{_describe(directory, finished)} other options "
-            f"({', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''}); " + _cure(finished)
-        )
+        listed = f"{', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''}"
+        raise _refusal(directory, finished, f"other options ({listed})", CURE if finished else CHANGE)
 
 
 def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]:
@@ -160,7 +159,7 @@ def _require_same_files(
         console.say(f"note: {directory} resumes with another content of {', '.join(other)}")
     elif other:
         files = f"another content of {', '.join(other)}, changed since"
-        raise UserError(f"{_describe(directory, finished)} {files}; {_cure(finished)}")
+        raise _refusal(directory, finished, files, CURE if finished else CHANGE)
 
 
 def require_same_data(manifest: Tree, data: Mapping[str, str]) -> None:
@@ -176,12 +175,8 @@ def _differing(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [path for path, digest in now.items() if then.get(path, digest) != digest]
 
 
-def _describe(directory: Path, finished: bool) -> str:
-    return f"{directory}: {'finished' if finished else 'has a checkpoint of a run'} with"
-
-
-def _cure(finished: bool) -> str:
-    return CURE if finished else f"{CURE}, or --allow-config-change to resume from it nevertheless"
+def _refusal(directory: Path, finished: bool, change: str, cure: str) -> UserError:
+    return UserError(f"{directory}: {'finished' if finished else 'has a checkpoint of a run'} with {change}; {cure}")
 
 
 def _same_model(model: str | None, other_model: str | None) -> bool:
