@@ -162,12 +162,6 @@ def test_sharded_weights_are_refused_in_one_line(options: dict[str, Any]) -> Non
     check_engine(EngineOptions(optim="muon", dtype="fp32", zero_stage=0), ranks=2)
 
 
-def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'rlhf-pipeline\[quantize\]'"):
-        check_engine(EngineOptions(optim="adamw_8bit", dtype="fp32"))
-
-
 def test_paged_state_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """bitsandbytes warns on a CPU and pages nothing."""
     options = EngineOptions(optim="paged_adamw_8bit", dtype="fp32")

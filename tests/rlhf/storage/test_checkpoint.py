@@ -266,15 +266,6 @@ def test_a_finished_stage_is_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("sample_rows", 9), ("report_to", ("tensorboard",)), ("micro_batch_size", 1)],
-)
-def test_options_that_change_no_result_may_differ(tmp_path: Path, name: str, value: Any) -> None:
-    make(tmp_path)
-    assert state(tmp_path, **{name: value}) == "finished"
-
-
-@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("kl_coef", 0.2, "kl_coef was 0.1, now 0.2"),
