@@ -8,9 +8,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, Self
+
+import psutil
 
 LAUNCHER = "RLHF_LAUNCHER_PID"
 """environment variable with the process id of the launcher, for the ranks that it starts"""
@@ -48,7 +49,7 @@ class RankExit:
     """How one rank ended.
 
     code: exit code, below 0 a signal
-    state: the kernel's letter for its state when it was killed
+    state: what it did when it was killed, in psutil's words; empty if it was not killed
     lost: why the code is unknown
     """
 
@@ -147,11 +148,11 @@ class Ranks:
 
 
 def _state(pid: int | None) -> str:
-    """The kernel's letter: R runs, S and D wait, T is stopped. `?` without /proc."""
+    """What a process does, in psutil's words."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "unknown"
 
 
 class SignalHandler(abc.ABC):
@@ -285,7 +286,7 @@ class GroupWatch:
 
 def _describe_killed(end: RankExit) -> str:
     name = f"rank {end.rank}" + (f" on {end.host}" if end.host else "")
-    reason = {"T": "it is stopped", "D": "it waits for a disk or a device"}.get(
+    reason = {psutil.STATUS_STOPPED: "it is stopped", psutil.STATUS_DISK_SLEEP: "it waits for a disk or a device"}.get(
         end.state, end.lost or "stopped or hung"
     )
     return f"{name} did not answer: {reason}"

@@ -52,14 +52,6 @@ def base_of(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def whole_base(path: str) -> str:
-    """The base model of the adapter in a directory. Raises: UserError if that is an adapter too."""
-    base = base_of(path)
-    if is_adapter(Path(base)):
-        raise UserError(f"model '{path}': its base model '{base}' is an adapter too, expected whole weights")
-    return base
-
-
 def read_options(path: str) -> "PeftConfig":
     """The options of the adapter in a directory. Raises: UserError for virtual tokens."""
     from peft import PeftConfig

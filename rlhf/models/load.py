@@ -257,7 +257,10 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
             raise UserError(
                 f"model '{path}': got an adapter, expected whole weights {other}; make them with `rlhf export`"
             )
-        model = _load(auto, adapter_files.whole_base(source), dtype, tokenizer_size, loading)
+        base = adapter_files.base_of(source)
+        if is_adapter(Path(base)):
+            raise UserError(f"model '{path}': its base model '{base}' is an adapter too, expected whole weights")
+        model = _load(auto, base, dtype, tokenizer_size, loading)
         adapter_files.merge(model, source)
         for name in ("eos_token_id", "pad_token_id"):  # which it does not share with its base model
             setattr(model.config, name, getattr(config, name, None))
