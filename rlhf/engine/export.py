@@ -19,6 +19,7 @@ from rlhf import adapters, console
 from rlhf.distributed import collectives
 from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
+from rlhf.engine import old_readers
 from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.models import adapter_files, new_rows, quantized, traits
@@ -101,6 +102,7 @@ def save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> Non
     own_tokenizer = copy.deepcopy(tokenizer)
     own_tokenizer.padding_side = own_tokenizer.init_kwargs["padding_side"] = "left"  # saved if both have it
     own_tokenizer.save_pretrained(directory)
+    old_readers.add_entries(directory)
 
 
 def save_scalar(
@@ -149,6 +151,7 @@ def save_scalar_config(
     config.score_mean, config.score_std = (None, None) if scores is None else (scores.mean, scores.std)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    old_readers.add_entries(directory)
 
 
 def full_state(model: PreTrainedModel, adapter: str | None) -> dict[str, Tensor]:
