@@ -1,10 +1,9 @@
 """Chat templates: built-in ones by name, and those of the user's Jinja files."""
 
-import contextlib
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,16 +15,6 @@ import jinja2.sandbox
 
 from rlhf.config import suggest
 from rlhf.errors import UserError
-
-MAX_TEMPLATE = 100_000
-"""characters; a longer one is refused"""
-
-NAMES = {
-    "messages", "tools", "documents", "add_generation_prompt",
-    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
-    "raise_exception", "strftime_now", "range", "dict", "namespace", "lipsum", "cycler", "joiner",
-}  # fmt: skip
-"""Names that are defined in every template."""
 
 THOUGHT_TAG = "think>"
 THOUGHT_END = "</think>"
@@ -95,9 +84,10 @@ class TemplateWords:
 @lru_cache(maxsize=64)
 def words_of(text: str) -> TemplateWords:
     """What a template reads; nothing if it is no template."""
-    try:
-        tree = _parse(text, "the chat template")
-    except (jinja2.TemplateSyntaxError, UserError):
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
+    try:  # without a tag that only transformers has, which marks assistant turns
+        tree = environment.parse(re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", text))
+    except (jinja2.TemplateSyntaxError, RecursionError):  # rendering reports it
         return TemplateWords(frozenset(), frozenset())
     attributes = {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
     texts = {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
@@ -162,7 +152,7 @@ def find_template(name: str, tokenizer_template: object) -> str:
     """The text of a template. name: 'auto', a name in BUILT_IN ('-' may replace '_'), or a Jinja file.
 
     tokenizer_template: the tokenizer's chat_template, which 'auto' selects; without one it selects human_assistant
-    Raises: UserError for an unknown name, or a file that is not a template.
+    Raises: UserError for an unknown name.
     """
     if name == "auto":
         if isinstance(tokenizer_template, dict):
@@ -172,100 +162,16 @@ def find_template(name: str, tokenizer_template: object) -> str:
         if not isinstance(tokenizer_template, str):
             kind = type(tokenizer_template).__name__
             raise UserError(f"--chat-template auto: the tokenizer's own template is a {kind}, expected text")
-        with contextlib.suppress(jinja2.TemplateSyntaxError):  # rendering reports it
-            _parse(tokenizer_template, "--chat-template auto")
         return tokenizer_template
     built_in_name = name.replace("-", "_")
-    return BUILT_IN[built_in_name] if built_in_name in BUILT_IN else _read_template(name)
+    if built_in_name in BUILT_IN:
+        return BUILT_IN[built_in_name]
+    if not Path(name).is_file():
+        known = ["auto", *BUILT_IN]
+        raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
+    return Path(name).read_text(encoding="utf-8-sig")
 
 
 def template_name(text: str) -> str | None:
     """The name in BUILT_IN of a template's text; None for others."""
     return next((name for name, built_in in BUILT_IN.items() if built_in == text), None)
-
-
-def _read_template(path: str) -> str:
-    if not Path(path).is_file():
-        available = ["auto", *BUILT_IN]
-        raise UserError(
-            f"no chat template '{path}'; have {', '.join(available)}, or a Jinja file{suggest(path, available)}"
-        )
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path}: got byte 0x{error.object[error.start]:02x}, expected a chat template in UTF-8"
-        ) from None
-    _refuse_unknown_names(text, path)
-    return text
-
-
-def _parse(text: str, source: str) -> jinja2.nodes.Template:
-    """A template's syntax tree; the template is not run.
-
-    Raises: UserError for a template that is too long, nested too deeply, or uses powers: a power with a billion digits
-    is one operation, which no timer can interrupt. TemplateSyntaxError.
-    """
-    if len(text) > MAX_TEMPLATE:
-        raise UserError(f"{source}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
-    try:
-        # A tag that only transformers has; it marks assistant turns.
-        tree = environment.parse(re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", text))
-        power = next(tree.find_all(jinja2.nodes.Pow), None)
-    except RecursionError:
-        raise UserError(f"{source}: is nested too deeply for a chat template") from None
-    if power is not None:
-        raise UserError(f"{source}: the chat template, line {power.lineno}, uses a power (**), which is not allowed")
-    return tree
-
-
-def _unset_names(tree: jinja2.nodes.Template) -> set[str]:
-    """The names that a template reads and sets nowhere, not in one branch of an `if` either. jinja2.meta has a function
-    for this, which computes constant expressions of the template without a limit."""
-    names = list(tree.find_all(jinja2.nodes.Name))
-    macros = {macro.name for macro in tree.find_all(jinja2.nodes.Macro)}
-    of_jinja = {"loop", "self", "caller", "varargs", "kwargs"}
-    return {x.name for x in names if x.ctx == "load"} - {x.name for x in names if x.ctx != "load"} - macros - of_jinja
-
-
-def _refuse_unknown_names(text: str, path: str) -> None:
-    """Jinja renders an undefined name as nothing, so a mistyped name would silently leave messages out.
-
-    Raises: UserError with the line of a syntax error, or of an unknown name.
-    """
-    try:
-        tree = _parse(text, path)
-        unknown = _unset_names(tree) - NAMES - set(_optional_names(tree))
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: not a chat template: {error.message}") from None
-    for node in tree.find_all(jinja2.nodes.Name):
-        if node.name in unknown:
-            raise UserError(
-                f"{path}:{node.lineno}: the chat template has no variable '{node.name}'"
-                f"{suggest(node.name, sorted(NAMES))}; test an optional variable with '{node.name} is defined' first"
-            )
-
-
-def _optional_names(tree: jinja2.nodes.Template) -> Iterator[str]:
-    """The names that a template tests with `is defined`, gives a default, or uses as a condition: `if xml_tools`.
-
-    A condition that resembles a name of every template (`if add_generation_promt`) is a mistake.
-    """
-    for guard in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter)):
-        if guard.name in ("defined", "undefined", "default", "d") and isinstance(guard.node, jinja2.nodes.Name):
-            yield guard.node.name
-    tests = [branch.test for branch in tree.find_all(jinja2.nodes.If)]
-    for test in (*tests, *(choice.test for choice in tree.find_all(jinja2.nodes.CondExpr))):
-        for name in _conditions(test):
-            if not suggest(name, sorted(NAMES), cutoff=0.8):
-                yield name
-
-
-def _conditions(test: jinja2.nodes.Node) -> Iterator[str]:
-    """The names in a test of which the truth alone counts: `a` and `b` of `a or not b`."""
-    if isinstance(test, jinja2.nodes.Name):
-        yield test.name
-    elif isinstance(test, (jinja2.nodes.And, jinja2.nodes.Or, jinja2.nodes.Not)):
-        for operand in test.iter_child_nodes():
-            yield from _conditions(operand)

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import jinja2.defaults
 import pytest
 from transformers import AddedToken, AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
-from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_name
+from rlhf.text.templates import BUILT_IN, find_template, template_name
 from rlhf.text.tokenizer import describe_template, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
@@ -128,34 +127,15 @@ def test_a_hyphen_is_an_underscore(name: str) -> None:
     assert template_name(text + " ") is None
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_templates_pass_what_files_must(name: str, tmp_path: Path) -> None:
-    file = tmp_path / "copy.jinja"
-    file.write_text(BUILT_IN[name])
-    assert find_template(str(file), None) == BUILT_IN[name]
-
-
 SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("\n{% for %}", r"mine\.jinja:2: not a chat template: Expected an expression"),
-        (SAYS + "{% if x %}", r"mine\.jinja:4: not a chat template: Unexpected end of template"),
+        ("\n{% for %}", r"mine\.jinja: .*, line 2,.*Expected an expression"),
+        (SAYS + "{% if x %}", r"mine\.jinja: .*, line 4,.*Unexpected end of template"),
         (SAYS + "{{ 'a' | shout }}", r"mine\.jinja: .*, line 4,.*No filter named 'shout'"),
-        (
-            SAYS + "\n{{ eos_tokn }}",
-            r"mine\.jinja:5: the chat template has no variable 'eos_tokn' \(did you mean 'eos_token'",
-        ),
-        (
-            "{% for m in mesages %}{{ m }}{% endfor %}",
-            r"mine\.jinja:1: .* no variable 'mesages' \(did you mean 'messages'",
-        ),
-        (
-            SAYS + "{% if add_generation_promt %}Assistant:{% endif %}",
-            r"mine\.jinja:4: .* no variable 'add_generation_promt' \(did you mean 'add_generation_prompt'",
-        ),
         (
             "{% for m in messages %}{{ m['contnet'] }}{% endfor %}",
             r"mine\.jinja: .*leaves out the content of a user message",
@@ -166,31 +146,12 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
         (SAYS + "{{ messages.what.now }}", r"mine\.jinja: .*, line 4,.*no attribute 'what'"),
         (SAYS + "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"mine\.jinja: .*, line 4,.*recursion"),
         ("{{ bos_token }}<s>" + SAYS, r"mine\.jinja: .*BOS token <s> twice"),
-        ("x" * (MAX_TEMPLATE + 1), rf"mine\.jinja: got {MAX_TEMPLATE + 1} characters"),
     ],
 )
 def test_bad_template_files(tmp_path: Path, source: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         prepared(tmp_path, source)
     assert "\n" not in str(error.value)
-
-
-def test_the_check_of_a_template_file_computes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stranger's template may have a constant expression that takes hours."""
-    calls: list[object] = []
-    monkeypatch.setitem(jinja2.defaults.DEFAULT_FILTERS, "upper", calls.append)
-    path = tmp_path / "t.jinja"
-    path.write_text(
-        "{{ 'a' | upper }}{% set b %}{{ 'a' | upper }}{% endset %}{% for m in messages %}{{ b }}{% endfor %}"
-    )
-    assert find_template(str(path), None) == path.read_text()
-    assert not calls
-
-
-def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(UserError, match=r"mine\.jinja: got byte 0xff, expected .* UTF-8"):
-        prepare_tokenizer(byte_tokenizer(), str(tmp_path / "mine.jinja"))
 
 
 @pytest.mark.parametrize(
