@@ -120,7 +120,7 @@ def resolve_chain(words: Sequence[str]) -> Any:
     """All options of a run by a command line of train.py."""
     from rlhf.chain import command as train
 
-    return train.read(list(words))[0]
+    return train.read(list(words))
 
 
 def model_directories(options: CellOptions, variant: Variant, seed: int) -> tuple[Path, Path]:

@@ -2,12 +2,9 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf import console
-from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
 from rlhf.chat.options import ChatOptions, check_chat
@@ -26,8 +23,6 @@ def open_run(argv: Sequence[str], program: str) -> tuple[ChatOptions, "RunModels
     from rlhf.chat.run_models import run_models  # imported here because it imports torch
 
     run = run_models(options.run, BY_NAME)
-    if run.scoring is None:
-        run = replace(run, scoring=reward_models.scoring_of(Path(options.run)))
     console.status("loading the models")
     return options, run
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf import console, streams
-from rlhf.chain import reward_models
 from rlhf.chain.deployment import resolve_deployment
 from rlhf.chain.options import (
     SECTIONS,
@@ -184,7 +183,7 @@ def typed_output_dir(words: list[str]) -> str:
 def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
     """Run the command line, and print what comes next. ranks: the team of processes that this process leads, or
     None."""
-    chain = _run(ranks, program, words)
+    chain = _run(words, program, ranks)
     if chain is not None:
         from rlhf.chain.steps import next_step  # imported here because it imports torch
 
@@ -192,7 +191,7 @@ def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
     return 0
 
 
-def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
+def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
     """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
     typed = foreign_settings.plain_words(words)
     argv, note = with_base(typed)
@@ -208,7 +207,7 @@ def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
     if "--help-all" in argv:
         print(full_help(chain_config(argv), program, about))
         return None
-    chain, origins = read(argv, overlay(argv, over))
+    chain = read(argv, overlay(argv, over))
     require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
@@ -220,8 +219,6 @@ def _run(ranks: Any, program: str, words: list[str]) -> ChainConfig | None:
     if chain.plan:
         print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes, program, typed))
         return None
-    if chain.reward_models:
-        return reward_models.train(chain, origins, partial(_run, ranks, program))
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)
@@ -304,10 +301,9 @@ def with_base(argv: list[str]) -> tuple[list[str], str]:
     """
     if any(re.match(r"--(config|actor[-_]model|help)|-h$", word) for word in argv):
         return argv, ""
-    folder = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser()
-    for saved in (folder / reward_models.OPTIONS, folder / "config.yaml"):
-        if saved.is_file():
-            return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
+    saved = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
+    if saved.is_file():
+        return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
     if parser.peek(argv, "data-path", "demo").startswith("demo"):
         return [f"--config={DEMO}", *argv], ""
     note = "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"

@@ -53,10 +53,6 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     reward_model: ModelPath | None = None
     """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml; by default the
     actor's"""
-    reward_models: tuple[str, ...] = ()
-    """several reward models, each trained on pairs of its own: NAME=PATH; of helpful=PATH safe=PATH the safe one
-    decides where its score is low (Llama 2); those of one PATH are an ensemble (`uncertain`); else
-    --ppo.reward-combine combines them"""
     deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = "auto"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
     multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: the processes that
@@ -147,8 +143,8 @@ def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> ChainConf
     return parser.combine(options, [spread(parser.Layer("defaults", top)), *layers])
 
 
-def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> tuple[ChainConfig, parser.Origins]:
-    """The chain of a command line, and where each of its options is set.
+def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainConfig:
+    """The chain of a command line.
 
     Raises: UserError for a mistake, also if a section sets its own output directory.
     """
@@ -168,7 +164,7 @@ def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> tuple[
             names = {name.removeprefix(f"{section}.") for name in origins}
             sections[section] = adapters.with_own_rates(options, names)
     named = dict(_inputs_named_above(chain, origins))
-    return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)}), origins
+    return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)})
 
 
 def as_typed(text: str, section: str, options: Config) -> str:

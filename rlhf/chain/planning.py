@@ -8,7 +8,6 @@ from typing import Any
 
 from data.prepare.mixture import expected_rows
 from data.read.records import Phase
-from rlhf.chain import reward_models
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
@@ -26,10 +25,6 @@ from step3_ppo.resolved import earlier_models
 
 def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, str]]:
     """(options and workload function of each chosen stage, models that step 3 starts from)"""
-    if chain.reward_models:
-        named = reward_models.named_data(chain)
-        both = tuple(reward_models.sources(named, lambda _: chain.reward.model))
-        chain = chain.model_copy(update={"ppo": chain.ppo.model_copy(update={"reward": both})})
     steps, planned = chosen_steps(chain), {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
     functions: dict[int, WorkloadOf] = {step: load(step).workload for step in steps}
     if 1 in steps:  # later stages start from what it saves

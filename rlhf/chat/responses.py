@@ -80,8 +80,8 @@ class Models:
             return self.source(rewards.as_samples(response.rollout, self.tokenizer))[0].item()
 
 
-def load_models(paths: Mapping[str, str], scoring: rewards.Scoring | None, chat_template: str, dtype: str) -> Models:
-    """Load policies by their paths, and the score sources.
+def load_models(paths: Mapping[str, str], reward: str | None, chat_template: str, dtype: str) -> Models:
+    """Load policies by their paths, and the score source.
 
     Raises: UserError if a model cannot be loaded, or their tokenizers differ.
     """
@@ -94,7 +94,7 @@ def load_models(paths: Mapping[str, str], scoring: rewards.Scoring | None, chat_
         refuse_recurrent(lm)
         policies[name] = Policy(lm).to(device).requires_grad_(False)
     context = rewards.Context(tokenizer, device, compute, "", 1)
-    return Models(tokenizer, policies, paths, None if scoring is None else scoring.open(context))
+    return Models(tokenizer, policies, paths, None if reward is None else rewards.open_source(reward, context))
 
 
 class Generation:

@@ -10,7 +10,6 @@ from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import policy_path
 from rlhf.hub.short_names import resolve
-from rlhf.rewards import Scoring
 from rlhf.storage.manifests import MANIFEST, read_manifest, stage_of
 
 BASE = "base"
@@ -28,8 +27,8 @@ class RunModels:
     """name of the policy that was trained last"""
     references: Mapping[str, str]
     """what each policy was trained from, as far as the run says"""
-    scoring: Scoring | None
-    """of its reward model; None if the run has none, or several"""
+    reward: str | None
+    """the score source that is its reward model; None if the run has none"""
 
     def path(self, name: str) -> str:
         """The path of a policy: of the run by its name, or any other model. Raises: UserError."""
@@ -67,7 +66,7 @@ def run_models(run: str, stages: Mapping[str, Declaration]) -> RunModels:
 def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
     policies: dict[str, str] = {}
     references: dict[str, str] = {}
-    newest, scoring = "", None
+    newest, reward = "", None
     for name, declared in stages.items():
         folder = directory / declared.name
         if not (folder / MANIFEST).is_file():
@@ -75,7 +74,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
         manifest = read_manifest(folder)
         available = [model for model in declared.policies if model in manifest["models"]]
         if declared.scorer in manifest["models"]:
-            scoring = Scoring((plugins.spec("learned", model=str(folder / declared.scorer)),))
+            reward = plugins.spec("learned", model=str(folder / declared.scorer))
         if not available:
             continue
         newest, reference = name, input_path(manifest, declared.reference, directory)
@@ -88,7 +87,7 @@ def _of_chain(directory: Path, stages: Mapping[str, Declaration]) -> RunModels:
                 references[policy] = reference
     if not newest:
         raise UserError(f"{directory}: no stage with a policy is finished; run one to its end, or name a model")
-    return RunModels(str(directory), policies, newest, references, scoring)
+    return RunModels(str(directory), policies, newest, references, reward)
 
 
 def input_path(manifest: Tree, name: str, run: Path) -> str | None:

@@ -17,7 +17,6 @@ from rlhf.config import Tree
 from rlhf.config.options import MAX_SEED
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import check_reward_spec
-from rlhf.rewards import Scoring
 from rlhf.text.prompt_file import format_prompt
 from rlhf.text.templates import thought_form
 from rlhf.types import Message
@@ -148,13 +147,13 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
     if len({*names}) < len(names):
         raise UserError(f"--compare {' '.join(names)}: got one policy twice, expected two")
     paths = {name: run.path(name) for name in names}
-    scoring = run.scoring
+    reward = run.reward
     if options.reward is not None:
         check_reward_spec(options.reward)
-        scoring = None if options.reward == NONE else Scoring((options.reward,))
-    elif scoring is None:
+        reward = None if options.reward == NONE else options.reward
+    elif reward is None:
         console.say(f"note: {run.run} names no reward model, so answers have no score; name one with --reward")
-    return Session(load_models(paths, scoring, options.chat_template, options.dtype), names, options)
+    return Session(load_models(paths, reward, options.chat_template, options.dtype), names, options)
 
 
 def pieces(turn: Turn) -> Generator[tuple[int, str], None, None]:

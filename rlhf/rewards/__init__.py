@@ -239,27 +239,6 @@ def _offset(spec: str, context: Context, combine: Combine) -> float:
     return 0.0 if options.normalize else float(getattr(load_config(path), "score_mean", None) or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Score sources by their specs, and the rule that combines them into one score."""
-
-    specs: tuple[str, ...]
-    combine: Combine = "sum"
-    safety_threshold: float = SAFETY_THRESHOLD
-    uncertainty_coef: float = UNCERTAINTY_COEF
-
-    def open(self, context: Context) -> Source:
-        """The combined score, which is checked to be finite. Raises: UserError as of `open_sources`."""
-        sources = open_sources(self.specs, context, self.combine, self.safety_threshold, self.uncertainty_coef)
-
-        def score(samples: Samples) -> Tensor:
-            scores, _ = sources(samples)
-            require_finite(scores, samples, " ".join(self.specs))
-            return scores
-
-        return score
-
-
 def check_weights(specs: Sequence[str], combine: Combine) -> None:
     """Raises: UserError for no source with a weight other than 0, other than two to combine by safety, or only one as
     an ensemble."""

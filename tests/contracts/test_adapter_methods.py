@@ -205,7 +205,7 @@ def test_a_method_has_its_own_learning_rates_unless_the_user_sets_one(
 ) -> None:
     (tmp_path / "given.yaml").write_text("actor_model: gpt2\nadapter: ia3\nreward: {learning_rate: 3e-4}\n")
     argv = ["--config", str(tmp_path / "given.yaml"), "--ppo.critic-learning-rate", "0.5", "--sft.adapter", "lora"]
-    chain, _ = read(argv)
+    chain = read(argv)
     # (IA)^3 has 5e-3 where all weights have 2e-5, and the actor's default is 1e-6; LoRA has 2e-4
     assert (chain.sft.learning_rate, chain.reward.learning_rate) == (2e-4, 3e-4)
     assert (chain.ppo.learning_rate, chain.ppo.critic_learning_rate) == (2.5e-4, 0.5)

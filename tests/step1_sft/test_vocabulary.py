@@ -206,7 +206,7 @@ def test_the_plan_of_later_steps_has_the_new_rows(folder: Path, name: str, tmp_p
 
     def totals(reward_model: str) -> dict[str, int]:
         argv = [*words, "--reward-model", reward_model]
-        stages, paths = planning.workloads(command.read(argv)[0])
+        stages, paths = planning.workloads(command.read(argv))
         planned = [workload(options, "cpu", paths) for options, workload in stages.values()]
         return {spec.role: spec.size().total for each in planned for spec in each.models}
 

@@ -19,7 +19,7 @@ NAMES = sorted(path.stem for path in Path(algorithms.__file__).parent.glob("[!_]
 
 def chain(*words: str) -> Any:
     argv = list(words)
-    return train.read(argv)[0]
+    return train.read(argv)
 
 
 @pytest.mark.parametrize(

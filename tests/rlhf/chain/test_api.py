@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     def run(command: list[str]) -> tuple[int, list[str]]:
         assert command[1:-1] == ["-P", "-m", "rlhf", "train", "--config"]
         argv = command[5:]
-        options = chain.read(argv)[0]
+        options = chain.read(argv)
         recorded.append(options)
         for step in options.steps or (3,):
             folder = Path(options.output_dir) / chain.STAGES[step].name

@@ -32,7 +32,7 @@ SHAPES = sorted(CONFIGS.glob("shapes/*.yaml"))  # for plans: tests/rlhf/plan/tes
 @functools.cache
 def resolved(*argv: str) -> dict[str, Any]:
     words = list(argv)
-    tree: dict[str, Any] = train.read(words)[0].model_dump(mode="json")
+    tree: dict[str, Any] = train.read(words).model_dump(mode="json")
     return tree
 
 
@@ -173,7 +173,7 @@ def test_an_algorithm_of_ones_own_keeps_its_defaults(tmp_path: Path) -> None:
 def test_the_resolved_tree_reads_back_and_still_follows_the_top(tmp_path: Path) -> None:
     argv = ["--config", str(CONFIGS / "demo.yaml"), "--sft.max-length", "40", "--ppo.kl-coef", "0.3", "--seed", "4"]
     file = tmp_path / "tree.yaml"
-    file.write_text(parser.to_yaml(train.read(argv)[0]))
+    file.write_text(parser.to_yaml(train.read(argv)))
     assert resolved("--config", str(file)) == resolved(*argv)
     tree = resolved("--config", str(file), "--max-prompt-length", "20", "--output-dir", "elsewhere")
     assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [40, 48, 48]
@@ -227,11 +227,11 @@ def test_what_is_no_default_is_little_and_reads_back(tmp_path: Path) -> None:
         (["--actor-model", "a", "--reward-model", "b"], {"actor_model": "a", "reward_model": "b"}),
         (["--config", str(CONFIGS / "demo.yaml")], None),
     ):  # fmt: skip
-        chain = train.read(argv)[0]
+        chain = train.read(argv)
         tree = changed(chain)
         assert expected in (None, tree)
         file.write_text(parser.tree_to_yaml(tree))
-        again = train.read(["--config", str(file)])[0]
+        again = train.read(["--config", str(file)])
         assert again.model_dump() == chain.model_dump(), argv
 
 
@@ -254,7 +254,7 @@ def test_the_next_command_after_a_launcher_of_several_processes(
     """As deepspeed starts it. Without the launcher the next step would run in one process."""
     words = ["--steps", "1", "--output-dir", str(tmp_path)]
     monkeypatch.setattr("sys.orig_argv", ["python", "-u", "train.py", "--local_rank=0", *words])
-    chain = train.read(words)[0]
+    chain = train.read(words)
     command = f"python -u train.py --steps 1 2 3 --output-dir {tmp_path}"
     assert next_step(chain, "python train.py") == f"next: {command}"
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -14,7 +14,6 @@ from rlhf.chat.session import open_session
 from rlhf.errors import UserError
 from rlhf.evaluation import comparison
 from rlhf.evaluation.options import EvaluateConfig
-from rlhf.rewards import Scoring
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message
@@ -141,11 +140,11 @@ def test_the_models_of_a_run(run: Path, tmp_path: Path) -> None:
     models = run_models(str(run), BY_NAME)
     assert list(models.policies) == ["base", "sft", "ppo"] and models.newest == "ppo"
     assert models.path("base") == str(run / "base") and models.path("sft") == str(run / "step1_sft/model")
-    scoring = Scoring((f"learned,model={run / 'step2_reward/model'}",))
+    reward = f"learned,model={run / 'step2_reward/model'}"
     assert models.references == {"sft": str(run / "base"), "ppo": str(run / "step1_sft/model")}
-    assert models.scoring == scoring
+    assert models.reward == reward
     stage = run_models(str(run / "step3_ppo"), BY_NAME)
-    assert (stage.newest, stage.path("step3_ppo"), stage.references, stage.scoring) == (
+    assert (stage.newest, stage.path("step3_ppo"), stage.references, stage.reward) == (
         "step3_ppo", str(run / "step3_ppo/actor"), {"step3_ppo": str(run / "step1_sft/model")}, None,
     )  # fmt: skip
     alone = run_models(str(run / "base"), BY_NAME)

@@ -116,7 +116,7 @@ def test_an_nvme_folder_needs_asynchronous_reads(there: bool, tmp_path: Path, mo
 
 
 def parsed(*argv: str) -> Any:
-    return train.read([*argv])[0].ppo
+    return train.read([*argv]).ppo
 
 
 def test_models_of_step_3_are_held_each_its_own_way() -> None:

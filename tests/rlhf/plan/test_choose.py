@@ -276,12 +276,12 @@ def plan_text(model_path: str, memory: str, host: str, *argv: str) -> str:
     words = ["--actor-model", model_path, "--reward-model", model_path, "--dtype", "bf16", "--steps", "1"]
     words += ["--sft.max-length", "64", "--sft.micro-batch-size", "4", *argv]
     words += ["--plan", "--device=3090", "--device-memory", memory, "--host-memory", host]
-    chain = train.read(words)[0]
+    chain = train.read(words)
     return planning.forecast(chain, 1, "python train.py", words)
 
 
 def resolved(*words: str) -> Any:
-    return train.read([*words])[0]
+    return train.read([*words])
 
 
 @pytest.mark.parametrize(("memory", "offloads"), [("24GB", False), ("0.6MB", True)])
