@@ -20,11 +20,6 @@ from rlhf.streams import printable
 EVERY_S = 30.0
 """seconds between two lines of a loop in a log"""
 Numbers = Mapping[str, float]
-ASCII = {
-    "▁": ".", "▂": ":", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "#", "█": "@",
-    "→": "->", "±": "+-", "\N{MINUS SIGN}": "-",
-}  # fmt: skip
-"""for a stdout without UTF-8"""
 
 
 class Bar(Protocol):
@@ -135,9 +130,8 @@ def _is_rank_0() -> bool:
 def say(text: str) -> None:
     """Print one line on stdout."""
     if _is_rank_0():
-        plain = {} if (sys.stdout.encoding or "").lower().startswith("utf") else str.maketrans(ASCII)
         with tqdm.external_write_mode():  # hides a progress bar while the line is printed
-            print(printable(text).translate(plain), flush=True)
+            print(printable(text), flush=True)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -21,11 +21,6 @@ PISSA_LEARNING_RATE = 2e-5
 """arXiv 2404.02948, section 5; the first step already moves the largest directions of the weights"""
 START = "start"
 """the frozen second adapter of an initialisation that takes the update's start out of the weights"""
-REFUSED = {
-    "corda": "CorDA takes its start out of the weights by a covariance of as many rows as columns for each layer",
-    "lora_ga": "LoRA-GA computes its start from gradients of all weights, for which an adapter has no room",
-}
-EXPECTED = "expected default, gaussian, pissa, pissa_niter_N or olora"
 
 
 class Config(Targets):
@@ -45,10 +40,8 @@ class Config(Targets):
     @field_validator("init_lora_weights")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value in REFUSED:
-            raise ValueError(f"{REFUSED[value]}; {EXPECTED}")
         if not re.fullmatch(r"default|gaussian|pissa(_niter_\d+)?|olora", value):
-            raise ValueError(EXPECTED)
+            raise ValueError("expected default, gaussian, pissa, pissa_niter_N or olora")
         return value
 
     @model_validator(mode="after")

@@ -25,11 +25,9 @@ from rlhf.chain.options import (
     as_typed,
     chain_config,
     changed,
-    combine,
     help_config,
     overlay,
     read,
-    read_layers,
     require_agreement,
     without_one_time_options,
 )
@@ -172,12 +170,10 @@ def main(argv: Sequence[str] | None = None, program: str = "python train.py") ->
 
 
 def typed_output_dir(words: list[str]) -> str:
-    """The output directory of this process's command line, exactly as the leader of all ranks reads its own. Raises:
+    """The output directory of this process's command line, as the leader of all ranks reads its own. Raises:
     UserError."""
-    typed = foreign_settings.plain_words(words)
-    argv, _ = with_base(typed)
-    settings = overlay(argv, over=int(argv != typed))
-    return str(combine(chain_config(argv), read_layers(argv, settings)).output_dir)
+    argv, _ = with_base(foreign_settings.plain_words(words))
+    return os.path.expanduser(parser.peek(argv, "output-dir", str(ChainConfig.model_fields["output_dir"].default)))
 
 
 def run_chain(words: list[str], program: str, ranks: Any = None) -> int:

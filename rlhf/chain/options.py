@@ -131,12 +131,6 @@ def spread(layer: parser.Layer) -> parser.Layer:
     return parser.Layer(layer.source, layer.tree | sections)
 
 
-def read_layers(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> list[parser.Layer]:
-    """What files, overlay and command line set, each spread over the sections, in the order in which they are merged.
-    A later one decides, also for a section of an earlier one."""
-    return [spread(layer) for layer in parser.layers(chain_config(argv), argv, overlay)]
-
-
 def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> ChainConfig:
     """The chain of these layers over its defaults. Raises: UserError."""
     top = {name: options.model_fields[name].default for name in ("output_dir", "actor_model")}
@@ -144,25 +138,27 @@ def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> ChainConf
 
 
 def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainConfig:
-    """The chain of a command line.
+    """The chain of a command line: of what files, overlay and command line set, a later one decides, also for a section
+    of an earlier one.
 
     Raises: UserError for a mistake, also if a section sets its own output directory.
     """
-    layers = read_layers(argv, overlay)
+    options = chain_config(argv)
+    layers = [spread(layer) for layer in parser.layers(options, argv, overlay)]
     origins = parser.origins(layers)
-    chain = combine(chain_config(argv), layers)
+    chain = combine(options, layers)
     refuse_secrets(chain.model_dump(mode="json"))
     sections = {section: getattr(chain, section) for section in SECTIONS.values()}
-    for section, options in sections.items():
-        if options.output_dir != chain.output_dir:
+    for section, stage in sections.items():
+        if stage.output_dir != chain.output_dir:
             raise UserError(
                 f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
             )
-        if options.adapter is not None:
+        if stage.adapter is not None:
             from rlhf import adapters  # imported here because it imports torch
 
             names = {name.removeprefix(f"{section}.") for name in origins}
-            sections[section] = adapters.with_own_rates(options, names)
+            sections[section] = adapters.with_own_rates(stage, names)
     named = dict(_inputs_named_above(chain, origins))
     return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)})
 
@@ -186,7 +182,7 @@ def overlay(argv: list[str], over: int) -> parser.Overlay:
     UserError."""
     settings = foreign_settings.read(argv)
     tree: Tree = foreign_settings.values(settings, ChainConfig)
-    for section, options in _section_classes().items():
+    for section, options in {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}.items():
         own = foreign_settings.values(foreign_settings.read(argv, section), options)
         tree |= {section: own} if own else {}
     return parser.Overlay(tree, foreign_settings.CONFIG, over)
@@ -197,10 +193,6 @@ def require_agreement(argv: list[str], chain: ChainConfig) -> None:
     sets."""
     for section in SECTIONS.values():
         foreign_settings.require_agreement(foreign_settings.read(argv, section), getattr(chain, section), section)
-
-
-def _section_classes() -> dict[str, type[Config]]:
-    return {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
 
 
 def without_one_time_options(chain: ChainConfig) -> ChainConfig:

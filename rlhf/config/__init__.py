@@ -4,14 +4,13 @@ A plug-in declares its options as a subclass of `Config`.
 """
 
 from rlhf.config.mistakes import suggest, suggest_options, validate
-from rlhf.config.parser import compose, merge, parse, peek, split_config_files, to_yaml
+from rlhf.config.parser import merge, parse, peek, split_config_files, to_yaml
 from rlhf.config.record import Config, Tree, option_names
 from rlhf.config.yaml_files import read_yaml
 
 __all__ = [
     "Config",
     "Tree",
-    "compose",
     "merge",
     "option_names",
     "parse",

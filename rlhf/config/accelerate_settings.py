@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from rlhf.config.deepspeed_json import Setting, Settings
 from rlhf.errors import UserError
 
-SHARDING = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-"""ZeRO stage of a sharding strategy of FSDP; accelerate also numbers them from 1"""
-
 
 def _offload(device: str) -> bool:
     return device in ("cpu", "nvme")
@@ -31,6 +28,10 @@ OPTIONS: dict[str, tuple[str, Callable[[str], object]]] = {
 SILENT = {"no", "none", "auto", ""}
 """values that mean: as the program decides"""
 REFUSED = {
+    "ACCELERATE_USE_FSDP": "models are sharded by DeepSpeed's ZeRO here; start with `accelerate launch --multi_gpu` "
+    "and write --zero-stage 3 (as FULL_SHARD; 2 is SHARD_GRAD_OP), with --offload-optimizer, --offload-param and "
+    "--gradient-checkpointing as you need them",
+    "ACCELERATE_DYNAMO_BACKEND": "its dynamo is not used here; use --torch-compile",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not used here; --tensor-parallel-size splits layers",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "use --tensor-parallel-size, --sequence-parallel-size or --zero-stage",
     "ACCELERATE_IN_TPU_POD": "TPUs are not supported, expected CUDA GPUs or CPUs",
@@ -51,15 +52,10 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 def settings(environment: Mapping[str, str]) -> Settings:
     """The options that accelerate's variables set. Raises: UserError for a setting that cannot be followed."""
     for name, cure in REFUSED.items():
-        if environment.get(name, "").lower() not in ("", "0", "false"):
+        if environment.get(name, "").lower() not in SILENT | {"0", "false"}:
             raise UserError(f"accelerate launch ({name}={environment[name]}): {cure}")
-    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if backend not in SILENT:
-        raise UserError(f"accelerate launch --dynamo_backend {backend}: expected no; use --torch-compile")
     if environment.get("ACCELERATE_MIXED_PRECISION") == "fp8":
         raise UserError("accelerate launch --mixed_precision fp8: expected bf16, fp16 or no")
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() in ("true", "1"):
-        raise UserError(_fsdp(environment))
     result = {}
     for name, (option, read) in OPTIONS.items():
         text = environment.get(name, "")
@@ -67,23 +63,3 @@ def settings(environment: Mapping[str, str]) -> Settings:
         if text.lower() not in nothing:
             result[option] = Setting(read(text), f"accelerate launch ({name}={text})")
     return result
-
-
-def _fsdp(environment: Mapping[str, str]) -> str:
-    """A refusal of FSDP with the options here that shard the same."""
-    if environment.get("FSDP_VERSION") == "2":
-        sharded = environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-        strategy, stage = ("FSDP 2", 3 if sharded else 2)
-    else:
-        strategy = environment.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-        strategy = list(SHARDING)[int(strategy) - 1] if strategy.isdigit() else strategy
-        stage = SHARDING.get(strategy, 3)
-    options = f"--zero-stage {stage}"
-    if environment.get("FSDP_OFFLOAD_PARAMS") == "true":
-        options += " --offload-optimizer" + (" --offload-param" if stage == 3 else "")
-    if environment.get("FSDP_ACTIVATION_CHECKPOINTING") == "true":
-        options += " --gradient-checkpointing"
-    return (
-        f"accelerate launch --use_fsdp ({strategy}): models are sharded by DeepSpeed's ZeRO here; start with "
-        f"`accelerate launch --multi_gpu` and write {options}"
-    )

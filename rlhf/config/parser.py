@@ -5,7 +5,6 @@ Importing this module must not import torch, so that `--help` and an error for a
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import yaml
@@ -113,11 +112,6 @@ def _first_mistake(cls: type[Config], merged: Sequence[Layer]) -> UserError:
         if lines:
             return UserError(f"{source}: " + "; ".join(mistake.in_file() for mistake in lines))
     raise AssertionError("the last layer has the mistakes that last")
-
-
-def compose(cls: type[C], files: Sequence[str | Path]) -> C:
-    """The record of YAML files, merged from left to right over the defaults of `cls`. Raises: UserError."""
-    return combine(cls, [Layer(str(path), read_yaml(path)) for path in files])
 
 
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -190,13 +190,6 @@ class Template:
         """The ids of a response to any prompt, with what the template writes around it, and one EOS."""
         return self.turn_ids(ANY_PROMPT, Message("assistant", text))
 
-    def opening_ids(self, text: str) -> list[int]:
-        """`response_ids` after an empty prompt: if the template writes nothing there, the response starts the text.
-
-        A tokenizer that puts a space before a text then does so.
-        """
-        return self.turn_ids(Row(()), Message("assistant", text))
-
     def _body(self, turn: str, answer: Message) -> tuple[str, str]:
         """(a turn before its end token, the end token or an empty text)."""
         before, after = self.frame

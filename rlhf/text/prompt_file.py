@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf.config import Tree, suggest
 from rlhf.errors import UserError
-from rlhf.text.messages import read_message, row_variables
+from rlhf.text.messages import read_message, require_text, row_variables, short_json
 from rlhf.text.strict_json import DECODER
 from rlhf.types import Message, Row
 
@@ -19,9 +19,8 @@ def read_prompts(path: str) -> list[tuple[str, Row]]:
 
     Raises: UserError with file:line at the first invalid line.
     """
-    readers: dict[str, Callable[[str, str], Row]] = {".jsonl": _json_row, ".txt": _text_row}
-    read = readers.get(Path(path).suffix.lower())
-    if read is None:
+    kind = Path(path).suffix.lower()
+    if kind not in (".jsonl", ".txt"):
         raise UserError(
             f"--prompts {path}: expected a .jsonl file with a column 'prompt', or a .txt file with one prompt per line"
         )
@@ -34,7 +33,8 @@ def read_prompts(path: str) -> list[tuple[str, Row]]:
         location = f"{path}:{number}"
         text = _decode(line, location)
         if text.strip():
-            rows.append((location, read(text, location)))
+            row = _json_row(text, location) if kind == ".jsonl" else Row((Message("user", text),))
+            rows.append((location, row))
     return rows
 
 
@@ -66,10 +66,6 @@ def _decode(line: bytes, location: str) -> str:
         raise UserError(f"{location}: {problem}, expected UTF-8; convert the file, e.g. with iconv") from None
 
 
-def _text_row(line: str, location: str) -> Row:
-    return Row((Message("user", line),))
-
-
 def _json_row(line: str, location: str) -> Row:
     try:
         record = DECODER.decode(line)
@@ -89,10 +85,10 @@ def _messages(prompt: object, location: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         if is_transcript(prompt):
             expected = 'its turns as messages, [{"role": "user", "content": ...}, {"role": "assistant", ...}, ...]'
-            raise UserError(f"{location}: prompt: got a transcript, {_short(prompt)}, expected {expected}")
+            raise UserError(f"{location}: prompt: got a transcript, {short_json(prompt)}, expected {expected}")
         return (Message("user", _content(prompt, f"{location}: prompt")),)
     if not isinstance(prompt, list) or not prompt:
-        raise UserError(f"{location}: prompt: got {_short(prompt)}, expected text, or a list of messages")
+        raise UserError(f"{location}: prompt: got {short_json(prompt)}, expected text, or a list of messages")
     messages = tuple(read_message(value, f"{location}: prompt[{i}]") for i, value in enumerate(prompt))
     for i, message in enumerate(messages):
         if not message.keys:
@@ -112,16 +108,8 @@ def has_paragraphs(text: str) -> bool:
     return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
-def _content(text: object, location: str) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{location}: got {_short(text)}, expected text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{location}: got half a surrogate pair, which is no valid text; correct the row") from None
+def _content(value: object, location: str) -> str:
+    text = require_text(value, location)
+    if not text.strip():
+        raise UserError(f"{location}: got {short_json(text)}, expected text")
     return text
-
-
-def _short(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."

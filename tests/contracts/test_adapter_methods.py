@@ -266,7 +266,6 @@ def test_an_initialisation_that_is_not_offered_is_refused(start_of: str) -> None
 
 def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:
     for spec, family, words in (
-        ("bitfit", "llama", "without biases"),
         ("miss", "gpt2", "adapter miss, gpt2 model: Target module Conv1D"),
         ("lora,init_lora_weights=olora", "gpt2", "transposed"),
         ("lora,init_lora_weights=olora,r=1000", "llama", "is narrower than r=1000"),

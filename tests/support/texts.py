@@ -7,6 +7,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from data.config import DataOptions
 from data.prepare.split import group_digest, share_of_points
+from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import load_tokenizer
 from rlhf.types import Message, Row
 
@@ -103,3 +104,8 @@ MAKERS = {
     "chat bytes": lambda: with_chat_tokens(byte_tokenizer()),
     "chat llama": lambda: with_chat_tokens(llama_tokenizer()),
 }
+
+
+def opening_ids(template: Template, text: str) -> list[int]:
+    """The ids of a response to an empty prompt, which starts the text if the template writes nothing there."""
+    return template.turn_ids(Row(()), Message("assistant", text))

@@ -225,7 +225,7 @@ def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.Complete
     said = done.stdout.replace(str(out), "runs/demo").replace(sys.executable, ".venv/bin/python")
     shown = [re.sub(r" -?\d[\d.e-]*", "", line) for line in printed.splitlines() if not line.startswith("The policy")]
     assert [line for line in re.sub(r" -?\d[\d.e-]*", "", said).splitlines() if line in shown] == shown
-    assert done.stdout.isascii() and "|" in done.stdout
+    assert done.stdout.isascii()
     for stage in STAGES:
         assert f"{stage}: wrote " in done.stdout
 

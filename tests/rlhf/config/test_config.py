@@ -115,11 +115,11 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
         pair: tuple[int, int] = (3, 4)
 
     file = write(tmp_path / "a.yaml", "sizes: 7\nmaybe: 2")
-    lists = parser.compose(Lists, [file])
+    lists = parser.parse(Lists, ["--config", str(file)], "", "")
     assert (lists.sizes, lists.maybe, lists.pair) == ((7,), (2,), (3, 4))
     for mistake in ("sizes: seven", "sizes: {a: 1}", "sizes:", "pair: 3"):
         with pytest.raises(UserError, match=rf"a\.yaml: {mistake.partition(':')[0]}"):
-            parser.compose(Lists, [write(tmp_path / "a.yaml", mistake)])
+            parser.parse(Lists, ["--config", str(write(tmp_path / "a.yaml", mistake))], "", "")
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_mistake_on_the_command_line_names_the_option(argv: list[str], parts: 
 def test_the_tree_reads_back_as_itself(tmp_path: Path) -> None:
     argv = ["--inner.kl-coef", "1e-05", "--sizes", "--no-shuffle", "--name", "rloo", "--inner.adapter", "ünï: [#"]
     before = parse(*argv)
-    after = parser.compose(Root, [write(tmp_path / "tree.yaml", parser.to_yaml(before))])
+    after = parser.parse(Root, ["--config", str(write(tmp_path / "tree.yaml", parser.to_yaml(before)))], "", "")
     assert after == before
 
 

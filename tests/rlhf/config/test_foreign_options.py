@@ -73,7 +73,7 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
         entry = f"{last.replace('-', '_')}: 1"
         file.write_text(f"{section}: {{{entry}}}" if section else entry)
         with pytest.raises(UserError) as refused:
-            parser.compose(CHAIN, [file])
+            parser.parse(CHAIN, ["--config", str(file)], "", "")
         cure = refusal(CHAIN, f"--{option}").partition("': ")[2].removesuffix("; see --help")
         assert str(refused.value) == f"{file}: no option '{key.replace('-', '_')}': {cure}"
 

@@ -153,7 +153,7 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
     assert ppo.critic.over(ppo).offload_optimizer is False and ppo.actor.over(ppo).offload_optimizer is True
     saved = tmp_path / "saved.yaml"
     saved.write_text(parser.to_yaml(ppo))
-    assert parser.compose(PPOConfig, [saved]) == ppo
+    assert parser.parse(PPOConfig, ["--config", str(saved)], "", "") == ppo
 
 
 @pytest.mark.parametrize(

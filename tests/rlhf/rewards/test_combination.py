@@ -63,7 +63,7 @@ def test_a_low_safety_score_or_a_dangerous_prompt_decides(mine: str, tmp_path: P
     )
     with pytest.raises(UserError, match="is_safety: got 'so', expected true or false"):
         below(odd)
-    for wrong in (specs[:1], [*specs, "eos"]):
+    for wrong in (specs[:1], [*specs, "repetition"]):
         with pytest.raises(UserError, match=f"safety: got {len(wrong)} sources, expected two: safety, then help"):
             open_sources(wrong, context(tmp_path), "safety")
 
@@ -90,9 +90,9 @@ def test_a_weight_of_0_watches_and_counts_for_nothing(
 
 
 def test_names_are_short_and_numbered_where_they_come_twice(mine: str, tmp_path: Path) -> None:
-    specs = [mine, f"{mine}:ups", "length,target=1", "2*length,target=2", "eos", f"python,function={mine}:downs"]
+    specs = [mine, f"{mine}:ups", "length,target=1", "2*length,target=2", "repetition", f"python,function={mine}:downs"]
     sources = open_sources(specs, context(tmp_path))
-    assert sources.names == ("mine.py", "mine.py:ups", "length#1", "length#2", "eos", "mine.py:downs")
+    assert sources.names == ("mine.py", "mine.py:ups", "length#1", "length#2", "repetition", "mine.py:downs")
     assert tuple(sources(samples(rollout()))[1]) == sources.names
 
 
@@ -114,16 +114,16 @@ def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        (["half*eos"], "reward 'half*eos': got the weight 'half', expected a number, as in 0.7*learned"),
-        (["*eos"], "got the weight '', expected a number"),
-        (["nan*eos"], "got the weight 'nan', expected a number"),
-        (["inf*eos"], "got the weight 'inf', expected a number"),
+        (["half*vader"], "reward 'half*vader': got the weight 'half', expected a number, as in 0.7*learned"),
+        (["*vader"], "got the weight '', expected a number"),
+        (["nan*vader"], "got the weight 'nan', expected a number"),
+        (["inf*vader"], "got the weight 'inf', expected a number"),
         (["0.5*"], "got nothing after the weight"),
-        (["eos", "0.5*lenght"], "no 'lenght' in rlhf.rewards; have classifier, eos, learned, length, match"),
-        (["2*3*eos"], "no '3*eos' in rlhf.rewards"),
+        (["repetition", "0.5*lenght"], "no 'lenght' in rlhf.rewards; have classifier, learned, length, match"),
+        (["2*3*vader"], "no '3*vader' in rlhf.rewards"),
         ([], r"got [], expected at least one source"),
-        (["0*eos"], "expected at least one source whose weight is not 0"),
-        (["0.5*eos,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
+        (["0*vader"], "expected at least one source whose weight is not 0"),
+        (["0.5*length,target=1,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
     ],
 )
 def test_mistakes_are_one_line(specs: list[str], message: str, tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_mistakes_are_one_line(specs: list[str], message: str, tmp_path: Path) -
 
 def test_what_is_not_finite_is_passed_on(mine: str, tmp_path: Path) -> None:
     """Step 3 leaves such an iteration out, on every rank; a source that counts for nothing does not matter."""
-    bad, _ = open_sources(["eos", f"{mine}:bad"], context(tmp_path))(samples(rollout()))
+    bad, _ = open_sources(["repetition", f"{mine}:bad"], context(tmp_path))(samples(rollout()))
     assert not torch.isfinite(bad).all()
-    huge, _ = open_sources(["eos", f"10*{mine}:huge"], context(tmp_path))(samples(rollout()))
+    huge, _ = open_sources(["repetition", f"10*{mine}:huge"], context(tmp_path))(samples(rollout()))
     assert torch.isinf(huge).any()
-    fine, each = open_sources(["eos", f"0*{mine}:bad"], context(tmp_path))(samples(rollout()))
+    fine, each = open_sources(["repetition", f"0*{mine}:bad"], context(tmp_path))(samples(rollout()))
     assert torch.isfinite(fine).all() and not torch.isfinite(each["mine.py:bad"]).all()
 
 
@@ -166,4 +166,4 @@ def test_a_reward_model_in_an_ensemble_starts_from_its_held_out_mean(mine: str, 
 
 def test_safety_needs_the_score_itself(mine: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected no normalize, which moves and stretches it"):
-        open_sources(["0*eos", "learned,normalize=true", f"{mine}:ups"], context(tmp_path), "safety")
+        open_sources(["0*repetition", "learned,normalize=true", f"{mine}:ups"], context(tmp_path), "safety")

@@ -57,20 +57,12 @@ def test_the_buffer_is_dapo_s_soft_overlong_punishment() -> None:
         ("length,target=-1", "target: Input should be greater than or equal to 0"),
         ("length,target=4,penalty=-1", "penalty: Input should be greater than or equal to 0"),
         ("repetition,n=0", "n: Input should be greater than or equal to 1"),
-        ("eos,penalty=.inf", "penalty: Input should be a finite number"),
     ],
 )
 def test_mistakes_are_one_line(spec: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         rewards.open_source(spec, context(Path()))
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_eos_is_the_end_as_generation_saw_it() -> None:
-    assert scores("eos", rollout()) == [0.0, 0.0, -1.0]
-    assert scores("eos,penalty=2.5", rollout()) == [0.0, 0.0, -2.5]
-    nobody = replace(rollout(), ended=torch.zeros(3, dtype=torch.bool))
-    assert scores("eos", nobody) == [-1.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rlhf.text.encoder import Encoder
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message, Row
-from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, slow_tokenizer, user, words_tokenizer
+from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, opening_ids, slow_tokenizer, user, words_tokenizer
 
 TEXTS = ["", "the fox", " ", " the", "\n", "\n\nthe", "é漢", *HORRIBLE]
 
@@ -59,7 +59,7 @@ def test_the_bos_of_a_post_processor_is_never_added(kind: str) -> None:
         assert ids[0] == tokenizer.bos_token_id
         assert ids.count(tokenizer.bos_token_id) == template.prompt_text(DIALOGUE).count("<s>")
         assert ids[1] != tokenizer.bos_token_id
-        assert tokenizer.bos_token_id not in template.response_ids("<s> the") + template.opening_ids("the")
+        assert tokenizer.bos_token_id not in template.response_ids("<s> the") + opening_ids(template, "the")
     assert tokenizer.encode("the")[0] == tokenizer.bos_token_id  # nor lost
 
 
@@ -80,7 +80,7 @@ def test_many_rows_are_each_row(tokenizer: PreTrainedTokenizerBase, name: str) -
     answers = [Message("assistant", text) for text in TEXTS]
     opening = [Row(()) if i % 2 else rows[1] for i in range(len(TEXTS))]
     assert template.turn_ids_many(opening, answers) == [
-        template.opening_ids(text) if i % 2 else template.response_ids(text) for i, text in enumerate(TEXTS)
+        opening_ids(template, text) if i % 2 else template.response_ids(text) for i, text in enumerate(TEXTS)
     ]
 
 

@@ -10,7 +10,16 @@ from rlhf.text.dialogues import Template
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import PAD, load_tokenizer, prepare_tokenizer, require_hub
 from rlhf.types import Message
-from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, llama_tokenizer, user, words_tokenizer
+from tests.support.texts import (
+    DIALOGUE,
+    HORRIBLE,
+    MAKERS,
+    byte_tokenizer,
+    llama_tokenizer,
+    opening_ids,
+    user,
+    words_tokenizer,
+)
 
 
 @pytest.fixture(scope="module", params=[(kind, name) for kind in MAKERS for name in BUILT_IN], ids="-".join)
@@ -256,15 +265,15 @@ def test_a_llama_response_continues_without_a_mark_of_its_own() -> None:
     assert pieces(template.prompt_ids(user("the"))) == ["<s>", "▁the"]
     assert pieces(template.response_ids("n the")) == ["n", "▁the", "</s>"]
     assert pieces(template.response_ids(" the")) == ["▁the", "</s>"]
-    assert pieces(template.opening_ids("the the")) == ["▁the", "▁the", "</s>"]
+    assert pieces(opening_ids(template, "the the")) == ["▁the", "▁the", "</s>"]
 
 
 def test_a_text_after_an_empty_prompt_has_the_ids_of_the_same_text_as_a_prompt() -> None:
     for make in MAKERS.values():
         template = Template(prepare_tokenizer(make(), "plain"))
-        assert template.prompt_ids([]) + template.opening_ids("the cat")[:-1] == template.prompt_ids(user("the cat"))
+        assert template.prompt_ids([]) + opening_ids(template, "the cat")[:-1] == template.prompt_ids(user("the cat"))
 
 
 def test_a_template_that_writes_a_frame_opens_no_text() -> None:
     template = Template(prepare_tokenizer(llama_tokenizer(), "human_assistant"))
-    assert template.opening_ids("the") == template.response_ids("the")
+    assert opening_ids(template, "the") == template.response_ids("the")
