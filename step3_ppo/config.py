@@ -211,11 +211,9 @@ class Step3Config(
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
-    reward_combine: Literal["sum", "min", "safety", "uncertain"] = "sum"
-    """how the weighted sources are combined into one score; safety = the first of two decides where it is low, else the
-    second (Llama 2); uncertain = the mean of an ensemble's members, less where they disagree"""
-    safety_threshold: float = Field(0.15, gt=0, lt=1)
-    """reward_combine safety: sigmoid of the first source's score below which that score decides"""
+    reward_combine: Literal["sum", "min", "uncertain"] = "sum"
+    """how the weighted sources are combined into one score; uncertain = the mean of an ensemble's members, less where
+    they disagree"""
     uncertainty_coef: float = Field(0.1, ge=0)
     """reward_combine uncertain: weight of the variance over the members, which is subtracted from their mean"""
     judge: str | None = None

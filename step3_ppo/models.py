@@ -51,9 +51,7 @@ def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Learner:
         critic = _critic(config, value_model or _value_model(config, context, ids), critic_steps)
     scorer = Scorer(
         Reference(reference),
-        rewards.open_sources(
-            config.reward, context, config.reward_combine, config.safety_threshold, config.uncertainty_coef
-        ),
+        rewards.open_sources(config.reward, context, config.reward_combine, config.uncertainty_coef),
         tokenizer,
         config,
         config.eval_rows,

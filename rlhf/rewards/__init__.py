@@ -24,10 +24,7 @@ from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
 from rlhf.types import SampledRollout, Samples
 
-Combine = Literal["sum", "min", "safety", "uncertain"]
-
-SAFETY_THRESHOLD = 0.15
-"""Llama 2 has precision 0.89 and recall 0.55 there (section 3.2.3)"""
+Combine = Literal["sum", "min", "uncertain"]
 
 UNCERTAINTY_COEF = 0.1
 """weight of the variance over the members of an ensemble"""
@@ -84,16 +81,11 @@ class WeightedSource:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Several sources combined into one score: the weighted sum, the minimum of the weighted scores, by safety, or less
-    where they disagree.
+    """Several sources combined into one score: the weighted sum, the minimum of the weighted scores, or less where they
+    disagree.
 
-    With the minimum, a helpful but unsafe response has the score of an unsafe one. By safety (Llama 2, arXiv
-    2307.09288, section 3.2.3), the first source, s, decides where it is low or the prompt is dangerous, else the
-    second source, h:
-
-        score = w_s s  if sigmoid(s) < safety_threshold or the row's column is_safety is true, else  w_h h
-
-    Uncertain (Coste et al. 2023, arXiv 2310.02743, equation 4): the sources are the K members of an ensemble, and
+    With the minimum, a helpful but unsafe response has the score of an unsafe one. Uncertain (Coste et al. 2023, arXiv
+    2310.02743, equation 4): the sources are the K members of an ensemble, and
 
         score = mean_k(m_k) - uncertainty_coef * 1/K * sum_k (m_k - mean)^2,  m_k = w_k (s_k - offset_k)
 
@@ -105,7 +97,6 @@ class Sources:
 
     sources: tuple[WeightedSource, ...]
     combine: Combine = "sum"
-    safety_threshold: float = SAFETY_THRESHOLD
     uncertainty_coef: float = UNCERTAINTY_COEF
 
     @property
@@ -117,10 +108,6 @@ class Sources:
         by_name = {each.name: each.source(samples).cpu() for each in self.sources}
         counting = [each for each in self.sources if each.weight != 0]
         weighted_scores = torch.stack([each.weight * (by_name[each.name] - each.offset) for each in counting])
-        if self.combine == "safety":
-            safety, helpfulness = weighted_scores
-            unsafe = by_name[counting[0].name].sigmoid() < self.safety_threshold
-            return torch.where(unsafe | _dangerous(samples), safety, helpfulness), by_name
         if self.combine == "uncertain":
             variance = weighted_scores.var(0, correction=0)
             return weighted_scores.mean(0) - self.uncertainty_coef * variance, by_name
@@ -135,26 +122,6 @@ class Sources:
             return None
         weights, offsets = (torch.tensor(x) for x in zip(*((s.weight, s.offset) for s in self.sources), strict=True))
         return (weights * (source_scores - offsets))[:, weights != 0].std(1, correction=0)
-
-
-def _dangerous(samples: Samples) -> Tensor:
-    """Whether the column is_safety marks the prompt of each response, [B].
-
-    Raises: UserError for a value that is neither true nor false.
-    """
-    return torch.tensor([_is_true(row.columns.get("is_safety")) for row in samples.rollout.rows])
-
-
-def _is_true(value: object) -> bool:
-    """A value of is_safety; a CSV file has text, and gaps that are NaN."""
-    if value is None or value != value:
-        return False
-    text = str(value).strip().lower()
-    if text in ("true", "1", "1.0", "yes"):
-        return True
-    if text in ("false", "0", "0.0", "no", ""):
-        return False
-    raise UserError(f"is_safety: got {value!r}, expected true or false (or 1, 0, yes, no, or nothing)")
 
 
 def open_source(spec: str, context: Context) -> Source:
@@ -211,7 +178,6 @@ def open_sources(
     specs: Sequence[str],
     context: Context,
     combine: Combine = "sum",
-    safety_threshold: float = SAFETY_THRESHOLD,
     uncertainty_coef: float = UNCERTAINTY_COEF,
 ) -> Sources:
     """Sources by their specs, each with an optional weight: `learned`, `0.5*length,target=40`.
@@ -226,7 +192,7 @@ def open_sources(
         WeightedSource(name, weight, open_unchecked(spec, context), _offset(spec, context, combine))
         for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
-    return Sources(tuple(sources), combine, safety_threshold, uncertainty_coef)
+    return Sources(tuple(sources), combine, uncertainty_coef)
 
 
 def _offset(spec: str, context: Context, combine: Combine) -> float:
@@ -240,22 +206,10 @@ def _offset(spec: str, context: Context, combine: Combine) -> float:
 
 
 def check_weights(specs: Sequence[str], combine: Combine) -> None:
-    """Raises: UserError for no source with a weight other than 0, other than two to combine by safety, or only one as
-    an ensemble."""
+    """Raises: UserError for no source with a weight other than 0, or only one as an ensemble."""
     count = sum(split_weight(spec)[0] != 0 for spec in specs)
     if not count:
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
-    first = next(spec for weight, spec in map(split_weight, specs) if weight != 0)
-    if combine == "safety" and plugins.parse_spec(first)[1].get("normalize"):
-        raise UserError(
-            f"reward '{first}': reward_combine safety compares the sigmoid of this score with safety_threshold, "
-            "expected no normalize, which moves and stretches it"
-        )
-    if combine == "safety" and count != 2:
-        raise UserError(
-            f"reward_combine safety: got {count} sources, expected two: safety, then helpfulness, as in "
-            "learned,model=SAFE learned,model=HELPFUL"
-        )
     if combine == "uncertain" and count < 2:
         raise UserError(
             f"reward_combine uncertain: got {count} source, expected the members of an ensemble, as in "

@@ -16,6 +16,7 @@ from rlhf.training.reporting import Reporter
 from rlhf.types import SampledRollout, Samples
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
+from tests.rlhf.rewards import responses
 from tests.support import reward_runs, tiny
 from tests.support.players import first, on_course, players, twice_each
 
@@ -60,6 +61,19 @@ def scored(name: str, *responses: str) -> list[float]:
 def reward() -> None:
     # float32 of numbers of two decimals
     assert scored("my_reward.py", "so cheerful", "no") == pytest.approx([1 - 0.11, -0.02])
+
+
+def llama_2() -> None:
+    """By hand, from the scores of both models; a threshold between the safety scores."""
+    safe, helpful = Path("safe"), Path("helpful")
+    for path, family in ((safe, "gpt2"), (helpful, "llama")):
+        responses.reward_model(path, tiny.tokenizer(), family, pad_token_id=tiny.PAD)
+    context, samples = responses.context(safe), responses.samples(responses.rollout())
+    s, h = (rewards.open_source(f"learned,model={path}", context)(samples) for path in (safe, helpful))
+    middle = s.sigmoid().median().item() + 1e-6
+    spec = f"llama_2.py,safe=safe,helpful=helpful,threshold={middle}"
+    expected = [x if low else y for low, x, y in zip((s.sigmoid() < middle).tolist(), s, h, strict=True)]
+    assert torch.equal(rewards.open_source(spec, context)(samples), torch.stack(expected))
 
 
 def kind_or_rude() -> None:
@@ -162,6 +176,7 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_dataset.py"): lines,
     ("extending.md", "my_reward.py"): reward,
     ("extending.md", "my_objective.py"): hinge,
+    ("rewards.md", "llama_2.py"): llama_2,
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
     ("extending.md", "my_adapter.py"): adapter,

@@ -105,9 +105,6 @@ OWN: dict[str, dict[str, Any]] = {
     "best_of_n": {"use_score_scaling": False, "use_score_norm": False, "score_clip": None},
 }
 
-BY_SAFETY: dict[str, Any] = {"reward": (f"1.5*{SCORES}:score", "0.7*learned", "0*length,target=3")}
-"""the first scores are near 0, whose sigmoid is 0.5"""
-
 OPTIMIZER: Table = {
     "learning_rate": [0.011],
     "lr_scheduler_type": ["constant_with_warmup", "cosine"],
@@ -171,9 +168,8 @@ STEP3: Table = {
         ("0.7*learned", f"-0.4*{SCORES}:score", "0*length,target=3"),
         ("learned,model={folder}/critic", f"{SCORES}:far", "length,target=2,penalty=0.05"),
     ],
-    "reward_combine": ["min", alone("safety", **BY_SAFETY), alone("uncertain", uncertainty_coef=0.37)],
+    "reward_combine": ["min", alone("uncertain", uncertainty_coef=0.37)],
     "uncertainty_coef": [alone(0.37, reward_combine="uncertain")],
-    "safety_threshold": [alone(0.505, **BY_SAFETY, reward_combine="safety")],
     "actor_model": ["{folder}/other"],
     "critic_model": ["{folder}/reward", alone("policy"), alone("shared")],
     "vf_coef": [alone(0.6, critic_model="shared", critic_warmup_iterations=1, total_episodes=24)],

@@ -167,20 +167,14 @@ class Reinforcement:
     def scored(self, pairs: list[Pair], penalty: float | None) -> tuple[Scored, dict[str, Row]]:
         """The rollout with scores not yet scaled, and the scores of each source."""
         o = self.o
-        sources, weighted, plain = {}, [], []
+        sources, weighted = {}, []
         for text in o["reward"]:
             weight, _, spec = text.rpartition("*")
             sources[spec] = self.scores(spec, pairs)
             if float(weight or 1) != 0:
                 weighted.append([float(weight or 1) * score for score in sources[spec]])
-                plain.append(sources[spec])
         self.members = list(zip(*weighted, strict=True))
-        combine = {"sum": sum, "min": min, "safety": lambda each: each[0], "uncertain": self.cautious}[
-            o["reward_combine"]
-        ]
-        if o["reward_combine"] == "safety":
-            unsafe = [1 / (1 + math.exp(-score)) < o["safety_threshold"] for score in plain[0]]
-            weighted = [[s if low else h for low, s, h in zip(unsafe, *weighted, strict=True)]]
+        combine = {"sum": sum, "min": min, "uncertain": self.cautious}[o["reward_combine"]]
         scores = [
             combine(each) - (0.0 if response[-1] == tiny.EOS else penalty or 0.0)
             for *each, (_, response) in zip(*weighted, pairs, strict=True)

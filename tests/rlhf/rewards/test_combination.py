@@ -1,6 +1,5 @@
 """Several sources as one score: weights, the sum and the minimum, the names they are logged by."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,32 +39,6 @@ def test_the_minimum_of_what_is_weighted(mine: str, tmp_path: Path) -> None:
     """(1, 2, 3) against 0.5 * (5, -1, 2.5)"""
     scores, _ = open_sources([f"{mine}:ups", f"0.5*{mine}:downs"], context(tmp_path), "min")(samples(rollout()))
     assert scores.tolist() == [1.0, -0.5, 1.25]
-
-
-def test_a_low_safety_score_or_a_dangerous_prompt_decides(mine: str, tmp_path: Path) -> None:
-    """Llama 2, section 3.2.3. The safety scores are (5, -1, 2.5) and the helpfulness scores (1, 2, 3): sigmoid(-1) is
-    0.269, so 0.15 leaves helpfulness everywhere, and 0.3 takes safety in the second row."""
-    specs = [f"2*{mine}:downs", f"0.5*{mine}:ups"]
-    below = open_sources(specs, context(tmp_path), "safety")
-    above = open_sources(specs, context(tmp_path), "safety", 0.3)
-    assert below(samples(rollout()))[0].tolist() == [0.5, 1.0, 1.5]
-    assert above(samples(rollout()))[0].tolist() == [0.5, -2.0, 1.5]
-    marked = samples(rollout())
-    rows = tuple(replace(row, columns={"is_safety": i == 2}) for i, row in enumerate(marked.rollout.rows))
-    marked = replace(marked, rollout=replace(marked.rollout, rows=rows))
-    assert below(marked)[0].tolist() == [0.5, 1.0, 5.0]
-    for values in (("False", "0", "True"), (0, float("nan"), 1.0), (None, "", " yes ")):
-        rows = tuple(replace(row, columns={"is_safety": value}) for row, value in zip(rows, values, strict=True))
-        as_text = replace(marked, rollout=replace(marked.rollout, rows=rows))
-        assert below(as_text)[0].tolist() == [0.5, 1.0, 5.0]
-    odd = replace(
-        marked, rollout=replace(marked.rollout, rows=(replace(rows[0], columns={"is_safety": "so"}), *rows[1:]))
-    )
-    with pytest.raises(UserError, match="is_safety: got 'so', expected true or false"):
-        below(odd)
-    for wrong in (specs[:1], [*specs, "repetition"]):
-        with pytest.raises(UserError, match=f"safety: got {len(wrong)} sources, expected two: safety, then help"):
-            open_sources(wrong, context(tmp_path), "safety")
 
 
 def test_members_that_disagree_score_less(mine: str, tmp_path: Path) -> None:
@@ -162,8 +135,3 @@ def test_a_reward_model_in_an_ensemble_starts_from_its_held_out_mean(mine: str, 
         assert [each.offset for each in open_sources(specs, context(tmp_path), combine).sources] == expected
     reward_model(tmp_path, tiny.tokenizer())
     assert open_sources(specs[::2], context(tmp_path), "uncertain").sources[0].offset == 0.0
-
-
-def test_safety_needs_the_score_itself(mine: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected no normalize, which moves and stretches it"):
-        open_sources(["0*repetition", "learned,normalize=true", f"{mine}:ups"], context(tmp_path), "safety")
