@@ -133,18 +133,6 @@ def score_by(tmp_path: Path, text: str, s: Samples | None = None) -> list[float]
     return scores
 
 
-def test_columns_come_by_name_and_only_to_those_who_take_them(tmp_path: Path) -> None:
-    r = rollout()
-    columns = ({"gold": 1.0, "id": "a"}, {"gold": 2.0}, {"gold": 3.0})
-    rows = tuple(replace(row, columns=column) for row, column in zip(r.rows, columns, strict=True))
-    s = samples(replace(r, rows=rows))
-    assert score_by(tmp_path, "def score(prompts, responses, gold): return gold", s) == [1.0, 2.0, 3.0]
-    assert score_by(tmp_path, "def score(prompts, responses): return [4, 5, 6]", s) == [4.0, 5.0, 6.0]
-    every = "def score(prompts, responses, **columns):\n    assert columns.pop('id') == ['a', None, None]\n"
-    every += "    (gold,) = columns.values()\n    return gold"
-    assert score_by(tmp_path, every, s) == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     "value", ["[True, 2, 0.5]", "(1, 2, 0.5)", "__import__('torch').tensor([1, 2, 0.5])", "iter([1, 2, 0.5])"]
 )
@@ -156,21 +144,15 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
     ("text", "message"),
     [
         ("def score(p, r): return [1, 2]", "got [2] scores, expected [3]"),
-        ("def score(p, r): return []", "got [0] scores, expected [3]"),
         ("def score(p, r): return None", "got NoneType, expected a list of numbers"),
-        ("def score(p, r): return 1.0", "got float, expected a list of numbers"),
         ("def score(p, r): return ['a', 1, 2]", "got list, expected a list of numbers"),
-        ("def score(p, r): return [None, 1, 2]", "got list, expected a list of numbers"),
         ("def score(p, r): return [10**400, 1, 2]", "got list, expected a list of numbers (int too large to convert"),
-        ("def score(p, r): return [1, float('nan'), 2]", "got nan for prompt"),
         ("def score(p, r): return [1, 2, -float('inf')]", "got -inf for prompt"),
         ("def score(p, r): raise SystemExit", "mine.py:1: in score: SystemExit:, for prompt"),
         ("def points(p, r): return [1, 2, 3]", "no function 'score'"),
-        ("class Config: pass", "no function 'score' in"),
         ("class Config: pass", "or Config and build(config, context)"),
         ("score = [1, 2, 3]", "no function 'score'"),
         ("def score(responses): return [1, 2, 3]", "got score(responses), expected function(prompts, responses, **col"),
-        ("def score(*, prompts, responses): return [1, 2, 3]", "got score(*, prompts, responses), expected function("),
         ("def score(p, r, gold, /): return gold", "got score(p, r, gold, /), expected function("),
         ("score = iter", "got a function without a signature"),
     ],
@@ -206,12 +188,6 @@ def test_columns_called_prompts_and_responses_are_no_arguments(tmp_path: Path) -
     assert score_by(tmp_path, text, s) == [2.0, 2.0, 2.0]
     text = "def score(asked, answers, **columns):\n    return [len(columns['responses'][0])] * len(answers)"
     assert score_by(tmp_path, text, s) == [1.0, 1.0, 1.0]
-
-
-def test_a_function_in_a_directory_of_any_name(tmp_path: Path) -> None:
-    for name in ("exp #3", "k: v", "it's"):
-        (tmp_path / name).mkdir()
-        assert score_by(tmp_path / name, "def score(p, r): return [1, 2, 3]") == [1.0, 2.0, 3.0]
 
 
 def test_a_source_that_returns_a_list(tmp_path: Path) -> None:

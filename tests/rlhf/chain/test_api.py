@@ -119,16 +119,6 @@ def test_a_function_in_a_directory_with_a_comma(tmp_path: Path, monkeypatch: pyt
     assert parse_spec(spec) == ("python", {"function": f"{tmp_path}/a,b/mine.py:score"})
 
 
-def test_the_whole_chain(calls: Calls, tmp_path: Path) -> None:
-    result = rlhf.train(
-        actor_model="a", reward_model="b", data_path="c", output_dir="out", zero_stage=2, ppo={"kl_coef": 0.3}
-    )
-    (options,) = calls
-    assert (options.sft.model, options.reward.model, options.ppo.data_path) == ("a", "b", ("c",))
-    assert (options.sft.zero_stage, options.ppo.zero_stage, options.ppo.kl_coef) == (2, 2, 0.3)
-    assert result.directory == tmp_path / "out/step3_ppo"
-
-
 @pytest.mark.parametrize("function", [lambda prompts, responses: [], Path("a").exists, len])
 def test_a_function_without_a_name_in_a_file_is_refused(function: Callable[..., Any], calls: Calls) -> None:
     with pytest.raises(UserError, match="expected a function at the top of a Python file") as refused:

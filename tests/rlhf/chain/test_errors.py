@@ -82,17 +82,7 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     ),
     "no room for the response": (["--ppo.response-length", "25"], ["got 49 tokens", "--max-length 48"]),
     "unknown option": (["--ppo.temprature", "1"], ["'--ppo.temprature' (did you mean '--ppo.temperature'?)"]),
-    "unknown section": (["--pop.kl-coef", "1"], ["'--pop.kl-coef'", "'--ppo.kl-coef'"]),
-    "initials": (["--lr", "1"], ["'--lr': here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"]),
-    "a word of it": (["--sft.epochs", "3"], ["'--sft.epochs' (did you mean '--sft.num-train-epochs'?)"]),
     "an empty directory": (["--actor-model", "."], [".: the directory has no config.json and no tokenizer.json"]),
-    "bad number": (["--ppo.kl-coef", "much"], ["--ppo.kl-coef", "'much'"]),
-    "bad choice": (["--deployment-type", "cloud"], ["cloud", "single_gpu", "single_node"]),
-    "temperature 0": (["--ppo.temperature", "0"], ["--ppo.temperature", "greater than 0", "got 0"]),
-    "a seed too large": (["--seed", "4294967296"], ["--seed", "less than or equal to 4294967295"]),
-    "no epochs": (["--sft.num-train-epochs", "0"], ["--sft.num-train-epochs", "greater than or equal to 1"]),
-    "no steps": (["--steps"], ["--steps", "at least 1"]),
-    "step 4": (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got 4; see"]),
     "step 3 alone": (
         ["--steps", "3"],
         ["actor_model not found at out/step1_sft", "run step1_sft first", "--actor-model"],
@@ -119,7 +109,6 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "no such slot": (["--include", "localhost:4096"], ["--include localhost:4096", "No slot '4096'"]),
     "another machine without a hostfile": (["--include", "worker-1:0"], ["'worker-1' not found in hostfile"]),
     "hosts without a hostfile": (["--num-nodes", "2"], ["--num-nodes 2", "expected multi_node with --hostfile"]),
-    "no processes": (["--num-processes", "0"], ["--num-processes", "greater than or equal to 1"]),
     "many nodes": (
         ["--deployment-type", "multi_node", "--hostfile", "h"],
         ["--hostfile h", "no such file", "single_node"],
@@ -127,23 +116,17 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
     "hosts of one node": (["--deployment-type", "single_node", "--hostfile", "h"], ["--hostfile h", "multi_node"]),
     "too few rows": (["--data-path", "demo,rows=60"], ["demo,rows=60", "of 60 rows", "at least 32 (one batch)"]),
     "limit below a batch": (["--max-train-rows", "3"], ["--max-train-rows 3", "at least 32"]),
-    "nothing held out": (["--max-eval-rows", "0"], ["--max-eval-rows 0", "at least 1"]),
     "split weights and dropout": (
         ["--tensor-parallel-size", "2", "--sft.dropout", "0.1"],
         ["sft: dropout", "tensor_parallel_size"],
     ),
     "no algorithm": (["--ppo.algorithm", "poo"], ["no 'poo'", "have a2c, best_of_n, grpo, ppo", "did you mean 'ppo'"]),
-    "no reward": (["--ppo.reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "no reward function": (["--ppo.reward", "no.py:score"], ["no.py", "no such Python file"]),
     "no adapter": (["--adapter", "lroa"], ["no 'lroa'", "did you mean 'lora'"]),
-    "adapter of no rank": (["--adapter", "lora,r=0"], ["rlhf.adapters.lora: r:", "greater than or equal to 1, got 0"]),
-    "adapter option": (["--adapter", "lora,rank=8"], ["no option 'rank'", "have init_lora_weights, lora_alpha, r,"]),
     "no template": (["--chat-template", "chatlm"], ["no chat template 'chatlm'", "did you mean 'chatml'"]),
     "fp16 on a CPU": (["--dtype", "fp16"], ["--dtype fp16", "bf16 or fp32"]),
     "offload without ZeRO 3": (["--offload-param"], ["--offload-param", "--zero-stage 3", "got 1"]),
     "two directories": (["--ppo.output-dir", "x"], ["ppo.output_dir", "--output-dir"]),
-    "stray word": (["stray"], ["stray", "see --help"]),
-    "no file": (["--config", "no.yaml"], ["--config no.yaml", "cannot be read"]),
 }
 
 
@@ -154,12 +137,6 @@ def test_the_chain_refuses_before_anything_starts(case: str, mistake: Callable[.
     message = mistake(train.main, *(word.replace("DEMO", str(train.DEMO)) for word in argv))
     for part in parts:
         assert part in message
-
-
-def test_a_mistake_in_a_file_names_the_file(mistake: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("ppo: {kl_cof: 1}")
-    message = mistake(train.main, "--config", "bad.yaml")
-    assert "bad.yaml: no option 'ppo.kl_cof' (did you mean 'kl_coef'?)" in message
 
 
 @pytest.mark.parametrize("path", ["file", "file/below"])
@@ -272,7 +249,6 @@ def test_the_hub_does_not_answer(
     ("main", "argv", "parts"),
     [
         (sft.main, ["--model", "/no"], ["/no: no such directory"]),
-        (sft.main, ["--modle", "/no"], ["no option '--modle' (did you mean '--model'?)"]),
         (reward.main, ["--model", "demo-llama", *DEMO, "--batch-size", "9999"], ["reward", "at least 9999"]),
         (ppo.main, DEMO, ["actor_model not found at out/step1_sft", "--actor-model"]),
         (
@@ -285,7 +261,6 @@ def test_the_hub_does_not_answer(
             ["--actor-model", "demo-llama", "--reward-model", "demo-llama", *DEMO, "--response-length", "16"],
             ["reward model", "no trained head", "score.weight", "rlhf reward"],
         ),
-        (ppo.main, ["--temperature", "0"], ["--temperature", "greater than 0"]),
     ],
 )
 def test_a_stage_alone_refuses_too(

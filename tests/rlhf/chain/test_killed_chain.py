@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,24 +103,3 @@ def test_a_second_chain_leaves_the_first_alone(chain: Chain, here: Path) -> None
         code == 2 and error.startswith(f"error: out: in use by process {os.getpid()} on ") and "started" not in output
     )
     assert (here / "out/config.yaml").read_text() == "of the first"
-
-
-def test_step_3_alone_needs_the_stages_before_it(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said at once, and nothing is begun."""
-    code, output, error = chain("--steps", "3")
-    assert code == 2 and "actor_model not found at out/step1_sft; run step1_sft first, or name one" in error
-    dying(monkeypatch, lambda: chain("--steps", "1"), "train", 2)
-    shutil.copytree("out/step1_sft", "out/step2_reward")  # neither is finished
-    code, output, error = chain("--steps", "3")
-    assert code == 2 and "out/step1_sft: unfinished stage, no manifest.json" in error
-    shutil.rmtree("out/step2_reward")
-    assert chain("--steps", "1")[0] == 0
-    code, output, error = chain("--steps", "3")
-    assert code == 2 and re.search(
-        r"reward_model not found at out/step2_reward; run step2_reward first, or name one with --\S*reward-model", error
-    )
-    assert "started" not in output and error.count("\n") == 1 and not Path("out/step3_ppo").exists()
-    shutil.copytree("out/step1_sft", "out/step2_reward")
-    (Path("out/step2_reward") / "manifest.json").unlink()  # as one that failed
-    code, output, error = chain("--steps", "3")
-    assert code == 2 and "out/step2_reward: unfinished stage, no manifest.json" in error and "started" not in output

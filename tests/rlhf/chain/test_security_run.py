@@ -1,8 +1,7 @@
-"""Step 3 on two ranks, watched from outside: what listens, what is written, what a poor terminal shows."""
+"""Step 3 on two ranks, watched from outside: what listens, and what is written."""
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -29,7 +28,6 @@ SECRETS = {
     "MY_PASSWORD": "correct horse battery",
 }
 IN_A_COMMENT = "Bearer comment-test-789"
-POOR_TERMINAL = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
 
 # --- the watch
@@ -91,10 +89,9 @@ class Watched:
 
 
 def config_of(home: Path) -> list[str]:
-    """Step 3 of the demo at its smallest, without a reward model, on rows whose words no ASCII terminal can show."""
-    words = ("der Fuchs läuft", "狐 the fox", "the fox — “kind”", "the fox 🦊 is")
-    rows = [{"prompt": f"{words[i % 4]} {i}", "chosen": "the fox is kind", "rejected": f"nö {i}"} for i in range(160)]
-    (home / "x.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    """Step 3 of the demo at its smallest, without a reward model."""
+    rows = [{"prompt": f"the fox {i}", "chosen": "the fox is kind", "rejected": f"no {i}"} for i in range(160)]
+    (home / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     rollouts = {"total_episodes": 16, "batch_size": 16, "micro_batch_size": 8, "eval_samples": 4}
     small = {
         "data_path": [str(home / "x.jsonl")],
@@ -118,7 +115,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folders = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "RLHF_CACHE": str(home / "cache")}
     with (home / "tmp" / "said").open("wb") as log:
         command = [sys.executable, "train.py", *config_of(home)]
-        environment = os.environ | SECRETS | POOR_TERMINAL | folders
+        environment = os.environ | SECRETS | folders
         chain = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
             while chain.poll() is None:
@@ -157,13 +154,3 @@ def test_no_secret_is_written(watched: Watched) -> None:
             assert not any(form in content for form in forms), f"{secret} in {where}"
     for name in SECRETS:
         assert not any(name.encode() in content for content in written.values()), f"{name}: the environment is recorded"
-
-
-def test_a_terminal_that_knows_ascii_only(watched: Watched) -> None:
-    """It shows '?' for what it cannot, and the files have it whole."""
-    assert (
-        watched.output.isascii() and b"Traceback" not in watched.output and b"UnicodeEncodeError" not in watched.output
-    )
-    assert re.search(rb"der Fuchs l\?uft|the fox \? is|\? the fox", watched.output)
-    samples = (watched.home / "out" / "step3_ppo" / "samples.jsonl").read_text(encoding="utf-8")
-    assert "läuft" in samples or "狐" in samples or "🦊" in samples or "“" in samples

@@ -9,7 +9,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from rlhf import errors
-from rlhf.config import Config, option_names, parser, read_yaml, suggest, validate
+from rlhf.config import Config, parser, read_yaml, validate
 from rlhf.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -276,16 +276,6 @@ def test_peek_takes_hyphen_and_underscore_as_one(tmp_path: Path) -> None:
         assert parser.peek(argv, "output-dir", "") == "a_b"
 
 
-def test_help_names_every_option_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse("--help")
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    for option in option_names(Root):
-        assert f"--{option}" in text
-    assert "weight of the KL penalty" in text and "what it does" in text
-
-
 def test_a_config_is_frozen() -> None:
     root = Root()
     with pytest.raises(ValidationError, match="frozen"):
@@ -300,10 +290,6 @@ def test_a_file_that_is_read_again_has_what_it_says_now(tmp_path: Path) -> None:
         read = read_yaml(file)
         assert read == values
         read["a"].append(3)
-
-
-def test_no_option_is_near_when_none_is() -> None:
-    assert suggest("xyzzy", ["kl_coef", "steps"]) == ""
 
 
 @pytest.mark.parametrize(

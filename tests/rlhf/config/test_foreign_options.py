@@ -49,14 +49,8 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
             "here --micro-batch-size; batch sizes are global, so --batch-size is per_device x accumulation x processes",
         ),
         (CHAIN, "--sft.cutoff-len", "here --sft.max-length; prompt and response, in tokens"),
-        (CHAIN, "--val_size", "here --eval-fraction"),
         (CHAIN, "--lr", "here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"),
-        (CHAIN, "--reward.center_rewards_coefficient", "here --reward.objective; for example pairwise,centering=0.01"),
         (RewardConfig, "--centering", "here --objective; for example pairwise,centering=0.01"),
-        (RewardConfig, "--label-smoothing", "here --objective; for example pairwise,label_smoothing=0.1"),
-        (CHAIN, "--token-coef", "here --reward.objective; for example every_token,token_coef=0.5"),
-        (PPOConfig, "--actor-learning-rate", "here --learning-rate"),
-        (SFTConfig, "--pretrain", "here --model"),
         (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
         (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-target makes it adaptive"),
     ],
@@ -80,16 +74,3 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
 
 def test_what_no_library_has_gets_no_answer() -> None:
     assert answer("zzz", KNOWN) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("nproc-per-node", ": here --num-processes; or start with torchrun"),
-        ("node-rank", ": here --hostfile; or start with torchrun on every host"),
-        ("attn-implementation", ": remove it: sdpa or eager is chosen"),
-        ("max-steps", ": here --num-train-epochs; a run has as many steps as its rows fill: --max-train-rows"),
-    ],
-)
-def test_options_of_torchrun_loading_and_trainers(name: str, line: str) -> None:
-    assert answer(name, ["num-processes", "num-gpus", "hostfile", "num-train-epochs"]).startswith(line)

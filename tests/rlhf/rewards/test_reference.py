@@ -53,7 +53,6 @@ def test_without_any_there_is_no_such_column(tmp_path: Path) -> None:
     [
         ("p, r, reference", {}, "takes 'reference', but the rows have none; if only some rows have it"),
         ("p, r, golden", {"gold": 1, "id": 2}, "takes 'golden', but the rows have gold, id"),
-        ("p, r, *, golden", {"gold": 1}, "takes 'golden', but the rows have gold"),
     ],
 )
 def test_what_no_row_has_is_asked_for_by_name(

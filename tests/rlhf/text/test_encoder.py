@@ -82,15 +82,3 @@ def test_many_rows_are_each_row(tokenizer: PreTrainedTokenizerBase, name: str) -
     assert template.turn_ids_many(opening, answers) == [
         opening_ids(template, text) if i % 2 else template.response_ids(text) for i, text in enumerate(TEXTS)
     ]
-
-
-def test_rows_are_what_transformers_makes_of_each(tokenizer: PreTrainedTokenizerBase) -> None:
-    template = Template(prepare_tokenizer(tokenizer, "chatml"))
-    harmless = ["the fox", " the ", "\n\nthe", "é漢"]
-    expected = [
-        template.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in harmless
-    ]
-    assert template.prompt_ids_many([Row(tuple(user(text))) for text in harmless]) == expected

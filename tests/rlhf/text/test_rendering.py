@@ -13,7 +13,7 @@ from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.text.turns import Altered
 from rlhf.types import Message, Row
-from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, slow_tokenizer, user, words_tokenizer
+from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, byte_tokenizer, slow_tokenizer, user
 
 TRIMMING = ("llama_2", "llama_3")
 BEFORE = {"human_assistant": " ", "llama_2": " "}
@@ -79,18 +79,6 @@ def test_the_ids_are_those_of_the_prompt(kind: str, name: str) -> None:
         assert ids == template.prompt_ids(messages)
         assert len(turns) == len(ids)
         assert any(turns) == (len(messages) > 1)
-
-
-def test_words_of_the_assistant(tmp_path: Path) -> None:
-    tokenizer = words_tokenizer(tmp_path, "ok", "the", "fox", "Human:", "Assistant:", "[INST]", "[/INST]")
-    messages = dialogue("the fox", "ok the", "ok", "", "ok", "</s>", "ok")
-    for name, expected in {
-        "human_assistant": ["ok the", "<unk> <unk>"],
-        "llama_2": ["ok the </s>", "</s>", "<unk> <unk> </s>"],
-        "alpaca": ["ok the </s>", "</s>", "<unk> <unk> </s>"],
-    }.items():
-        template = Template(prepare_tokenizer(tokenizer, name))
-        assert [tokenizer.decode(ids) for ids in turn_ids(template, messages)] == expected
 
 
 def test_the_same_words_of_both_sides_by_hand() -> None:
