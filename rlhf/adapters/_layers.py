@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from rlhf.adapters._peft import PeftAdapter
 from rlhf.config.options import EngineOptions
-from rlhf.distributed.zero3 import full_shape, gather_weights
+from rlhf.distributed.zero3 import gather_weights
 from rlhf.errors import UserError
 
 
@@ -52,15 +52,6 @@ class LoHa(PeftAdapter):
 
 class TrainableTokens(PeftAdapter):
     """peft copies rows of the embeddings; those of sharded weights it would copy on CUDA only."""
-
-    def options_for(self, model: PreTrainedModel) -> Any:
-        options = super().options_for(model)
-        embeddings: Any = model.get_input_embeddings()
-        rows = full_shape(embeddings.weight)[0]
-        wrong = [index for index in options.token_indices if not 0 <= index < rows]
-        if wrong:
-            raise UserError(f"adapter trainable_tokens: got the id {wrong[0]}, expected ids from 0 to {rows - 1}")
-        return options
 
     def gathered(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         return gather_weights(model.get_input_embeddings().parameters())

@@ -10,7 +10,7 @@ from typing import Any
 
 import peft
 from peft import PeftConfig
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, NonNegativeInt, create_model
 
 from rlhf.adapters import _layers
 from rlhf.adapters._peft import PeftAdapter
@@ -111,7 +111,7 @@ ROWS: Mapping[str, Method] = MappingProxyType({
     # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate is that of peft's
     # prompt tuning, which also trains rows of embeddings.
     "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {
-        "token_indices": Option(..., "ids of the tokens", list[int], min_length=1),
+        "token_indices": Option(..., "ids of the tokens", list[NonNegativeInt], min_length=1),
     }, adapter=_layers.TrainableTokens),
     # VeRA: two learned vectors scale a random low-rank update that all layers share (arXiv 2310.11454). Accuracy 0.35.
     "vera": Method(peft.VeraConfig, 1e-3, {

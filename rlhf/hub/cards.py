@@ -20,8 +20,6 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+/?$")
 """a directory of the hub's cache"""
 LICENCE = re.compile(r"[\w.+-]{1,64}")
-MAX_CARD = 1_000_000
-"""bytes; a longer card is not read"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ def card_metadata(path: str, kind: Literal["model", "dataset"]) -> Tree:
         cached = try_to_load_from_cache(path, "README.md", repo_type=kind)
         file = Path(cached) if isinstance(cached, str) else file
     try:
-        if path and file.is_file() and file.stat().st_size <= MAX_CARD:
+        if path and file.is_file():
             return metadata_load(file) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}

@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from rlhf.config import Tree
@@ -23,7 +22,6 @@ LOAD_ERRORS = (
 )  # fmt: skip
 """The exceptions of the libraries for files that are damaged, of a wrong kind, or malicious."""
 
-TOKENIZER = "tokenizer.json"
 MODEL_FILES = ("config.json", "generation_config.json")
 TOKENIZER_FILES = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -161,18 +159,10 @@ def _custom_code(path: str) -> str:
 
 
 def tokenizer_reason(path: str, error: BaseException) -> str:
-    """Why a tokenizer cannot be loaded, in one line; it names tokenizer.json if that file is faulty."""
+    """Why a tokenizer cannot be loaded, in one line."""
     if "trust_remote_code" in str(error):
         return _custom_code(path)
-    message = " ".join(str(error).split())[:300] or type(error).__name__
-    file = Path(path) / TOKENIZER
-    try:
-        with PlainErrors():
-            if file.is_file():
-                Tokenizer.from_file(str(file))
-    except LOAD_ERRORS:
-        return f"{file.name}: {message}"
-    return message
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _first_unreadable(folder: Path) -> str:

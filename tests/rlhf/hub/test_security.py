@@ -22,7 +22,7 @@ from rlhf.errors import UserError
 from rlhf.hub import offline
 from rlhf.models.load import load_backbone, load_causal_lm, load_config
 from rlhf.models.scalar import load_scalar_model
-from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.text.tokenizer import load_tokenizer
 from step1_sft import __main__ as sft
 from tests.support import payloads, tiny
 from tests.support.programs import Run, runner
@@ -222,7 +222,7 @@ def test_a_pickle_in_place_of_a_tokenizers_file(
     model_path: Path, ran: Path, name: str, refused: Callable[[Path], str]
 ) -> None:
     payloads.write_plain(model_path / name, {}, ran)
-    assert name in refused(model_path)
+    assert ("no tokenizer can be loaded" if name == "tokenizer.json" else name) in refused(model_path)
 
 
 def test_pickles_in_place_of_a_slow_tokenizers_files(
@@ -234,13 +234,6 @@ def test_pickles_in_place_of_a_slow_tokenizers_files(
     for kind in ("LlamaTokenizer", "T5Tokenizer", "TransfoXLTokenizer", "BertTokenizer", "RagTokenizer"):
         payloads.edit_json(model_path / "tokenizer_config.json", tokenizer_class=kind)
         refused(model_path)
-
-
-def test_a_template_that_is_no_text_is_refused() -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = 5
-    with pytest.raises(UserError, match=r"--chat-template auto: .* is a int"):
-        prepare_tokenizer(tokenizer, "auto")
 
 
 # --- YAML and names of models
