@@ -86,14 +86,6 @@ ROWS: Mapping[str, Method] = MappingProxyType({
         "r": Option(16, "rank of the two matrices; the update has a rank of up to r * r", ge=1),
         "alpha": Option(32, SCALE, ge=1),
     }, adapter=_layers.LoHa),
-    # LoKr: Kronecker products of small matrices (arXiv 2309.14859). Accuracy 0.47 with these options.
-    "lokr": Method(peft.LoKrConfig, 3e-3, {
-        **LAYERS,
-        "r": Option(32, "rank of the larger factor, which is whole if it is small", ge=1),
-        "alpha": Option(64, SCALE, ge=1),
-        "decompose_factor": Option(4, "rows and columns of the smaller factor at most; -1 = near the square "
-                                    "root of the layer's", ge=-1),
-    }),
     # MiSS: one small matrix for each layer, repeated along its inputs (arXiv 2409.15371). Accuracy 0.49.
     "miss": Method(peft.MissConfig, 1e-4, {**LAYERS, "r": Option(64, "rows of the matrix", ge=1)}),
     # OFT: weights times orthogonal matrices of blocks (arXiv 2306.07280). Accuracy 0.49.
@@ -101,13 +93,6 @@ ROWS: Mapping[str, Method] = MappingProxyType({
         **LAYERS,
         "oft_block_size": Option(32, "rows of each block; peft takes the nearest divisor of the layer's inputs", ge=2),
     }, {"r": 0}),
-    # RandLoRA: learned combinations of random low-rank matrices, of full rank (arXiv 2502.00987). Accuracy 0.48.
-    "randlora": Method(peft.RandLoraConfig, 1e-4, {
-        **LAYERS,
-        "r": Option(32, "rank of the random matrices; of a larger one fewer are needed, so fewer weights", ge=1),
-        "randlora_alpha": Option(640, "the update is scaled by randlora_alpha / r", ge=1),
-        "projection_prng_key": Option(0, "seed of the random matrices"),
-    }),
     # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate is that of peft's
     # prompt tuning, which also trains rows of embeddings.
     "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {

@@ -63,10 +63,8 @@ class Template:
         texts = texts or self.prompt_texts(rows)
         spelled = [self._disguised(row) is not row for row in rows]
         ordinary = iter(self.encode_many([t for t, own in zip(texts, spelled, strict=True) if not own], split=False))
-        return [
-            (self._ids_by_part(text) if own else next(ordinary)) or [self._first_id]
-            for text, own in zip(texts, spelled, strict=True)
-        ]
+        by_part = iter(self._ids_by_part([t for t, own in zip(texts, spelled, strict=True) if own]))
+        return [next(by_part if own else ordinary) or [self._first_id] for own in spelled]
 
     def prompt_ids_and_turns(self, row: Row) -> tuple[list[int], list[bool]]:
         """(`prompt_ids`, True for each token of an assistant turn in them that is learned).
@@ -159,15 +157,14 @@ class Template:
         turns = render_turns(self.tokenizer, [row.prompt for row in hidden], [row.variables for row in hidden], texts)
         bodies = [self._body(turn, row.prompt[-1]) for (_, turn), row in zip(turns, hidden, strict=True)]
         first = [self._prompt_starts_text and not any(m.content for m in row.prompt[:-1]) for row in whole]
-        pairs = [(start, *body) for start, body in zip(first, bodies, strict=True)]
-        of_words = [not start and not self._special.pattern.search(body) for start, body, _ in pairs]
-        texts = [self._special.show(body) for words, (_, body, _) in zip(of_words, pairs, strict=True) if words]
-        encoded = iter(self._encoder.encode_inside(texts))
-        ids = []
-        for words, (start, body, end) in zip(of_words, pairs, strict=True):
-            own = next(encoded) if words else self._ids_by_part(body, inside=not start)
-            ids.append([*own, self._special.ids.get(end, self.tokenizer.eos_token_id)])
-        return ids
+        opening = iter(self._ids_by_part([body for start, (body, _) in zip(first, bodies, strict=True) if start]))
+        texts = [body for start, (body, _) in zip(first, bodies, strict=True) if not start]
+        inside = iter(self._ids_by_part(texts, inside=True))
+        eos = self.tokenizer.eos_token_id
+        return [
+            [*next(opening if start else inside), self._special.ids.get(end, eos)]
+            for start, (_, end) in zip(first, bodies, strict=True)
+        ]
 
     def turn_ids(self, row: Row, answer: Message) -> list[int]:
         """`turn_ids_many` of one row."""
@@ -178,7 +175,7 @@ class Template:
         hidden = self._disguised(replace(row, prompt=(*(row.prompt or EMPTY_PROMPT), answer)))
         [(_, turn)] = render_turns(self.tokenizer, [hidden.prompt], [hidden.variables])
         context = context_of(self.tokenizer, hidden.prompt, hidden.variables, turn)
-        return len(self._ids_by_part(context, inside=True)) if context else 0
+        return len(self._ids_by_part([context], inside=True)[0])
 
     def scored_ids(self, row: Row, answer: Message) -> list[int]:
         """`turn_ids` for a reward model: without the thought if the template writes none."""
@@ -274,12 +271,15 @@ class Template:
         changed = prompt != tuple(row.prompt) or variables != row.variables
         return replace(row, prompt=prompt, variables=variables) if changed else row
 
-    def _ids_by_part(self, text: str, inside: bool = False) -> list[int]:
-        """The ids of a rendered text in which special tokens are the template's own."""
-        parts = list(self._special.parts(text))
-        ordinary = [part for part, special in parts if not special]
+    def _ids_by_part(self, texts: Sequence[str], inside: bool = False) -> list[list[int]]:
+        """The ids of each rendered text in which special tokens are the template's own."""
+        parts = [list(self._special.parts(text)) for text in texts]
+        ordinary = [part for each in parts for part, special in each if not special]
         encoded = iter(self._encoder.encode_inside(ordinary) if inside else self.encode_many(ordinary, split=True))
-        return [i for part, special in parts for i in ([self._special.ids[part]] if special else next(encoded))]
+        return [
+            [i for part, special in each for i in ([self._special.ids[part]] if special else next(encoded))]
+            for each in parts
+        ]
 
     @property
     def _first_id(self) -> int:

@@ -121,20 +121,6 @@ def test_the_reward_model_starts_from_the_actors_model_unless_it_is_named(tmp_pa
         assert (tree["reward_model"], tree["reward"]["model"]) == (model, model)
 
 
-@pytest.mark.parametrize("option", ["--max_length=100", "--max-length=100"])
-def test_the_top_of_the_command_line_is_over_the_sections_of_a_file(tmp_path: Path, option: str) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("max_length: 300\nsft: {max_length: 200}\nppo: {micro_batch_size: 3, gradient_checkpointing: true}")
-    tree = resolved("--config", str(file))
-    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [200, 300, 300]
-    tree = resolved("--config", str(file), option, "--ppo.no-gradient-checkpointing", "--gradient-checkpointing")
-    assert [tree[section]["max_length"] for section in ("sft", "reward", "ppo")] == [100, 100, 100]
-    assert [tree[s]["gradient_checkpointing"] for s in ("sft", "reward", "ppo")] == [True, True, False]
-    for option, values in ({"--micro-batch-size=2": [2, 2, 2], "--reward.micro-batch-size=2": [8, 2, 3]}).items():
-        tree = resolved("--config", str(file), option)
-        assert [tree[section]["micro_batch_size"] for section in ("sft", "reward", "ppo")] == values
-
-
 @pytest.mark.parametrize(
     ("argv", "judge"),
     [

@@ -106,20 +106,6 @@ def test_every_stage_leaves_what_it_promises(out: Path) -> None:
     assert sorted(f"{s}/{m}" for s in STAGES for m in manifest(out, s)["models"]) == sorted(MODELS)
 
 
-def test_the_numbers_are_there_and_are_numbers(out: Path) -> None:
-    promised = {
-        "step1_sft": {"eval_perplexity_before", "eval_perplexity"},
-        "step2_reward": {"eval_accuracy", "eval_words_rule", "eval_loss"},
-        "step3_ppo": {"eval_score_before", "eval_score", "eval_kl", "eval_response_length", "eval_judge"},
-    }
-    for stage, names in promised.items():
-        metrics = manifest(out, stage)["metrics"]
-        assert names <= set(metrics) and all(math.isfinite(value) for value in metrics.values())
-    sft = manifest(out, "step1_sft")["metrics"]
-    # At first each of the 69 words is about as likely as another; training teaches which words follow which.
-    assert 55 < sft["eval_perplexity_before"] < 90 and sft["eval_perplexity"] < sft["eval_perplexity_before"] / 2
-
-
 def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     """Its pairs, samples and hardware are those that real stages write."""
     out, done = finished
