@@ -182,7 +182,8 @@ def overlay(argv: list[str], over: int) -> parser.Overlay:
     UserError."""
     settings = foreign_settings.read(argv)
     tree: Tree = foreign_settings.values(settings, ChainConfig)
-    for section, options in {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}.items():
+    stages: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
+    for section, options in stages.items():
         own = foreign_settings.values(foreign_settings.read(argv, section), options)
         tree |= {section: own} if own else {}
     return parser.Overlay(tree, foreign_settings.CONFIG, over)

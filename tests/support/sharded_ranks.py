@@ -36,8 +36,8 @@ from tests.support.engine_runs import OPTIMIZER, STEPS, batches, generate, sampl
 
 FAMILIES = ("llama", "gpt2", "opt")
 """untied, tied, and tied with a projection around the layers"""
-ADAPTERS = {"lora": "lora", "dora": "lora,r=4,use_dora=true", "vera": "vera"}
-"""DoRA reads the weights when it wraps them; it and VeRA read weights of other modules in their passes"""
+ADAPTERS = {"lora": "lora", "dora": "lora,r=4,use_dora=true"}
+"""DoRA reads the weights when it wraps them, and weights of other modules in its passes"""
 ADDED = 3
 """ids of the tokenizer that the model on disk has no rows for"""
 DEEP = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
