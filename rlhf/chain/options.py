@@ -16,7 +16,7 @@ from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.plan.devices import PlanOptions
-from rlhf.training.stage_process import fast_imports
+from rlhf.training.stage_process import fast_imports, with_adapter_rates
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.config import Step3Config
@@ -154,11 +154,7 @@ def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainC
             raise UserError(
                 f"{section}.output_dir: the stages of a chain share one directory; name it with --output-dir"
             )
-        if stage.adapter is not None:
-            from rlhf import adapters  # imported here because it imports torch
-
-            names = {name.removeprefix(f"{section}.") for name in origins}
-            sections[section] = adapters.with_own_rates(stage, names)
+        sections[section] = with_adapter_rates(stage, {name.removeprefix(f"{section}.") for name in origins})
     named = dict(_inputs_named_above(chain, origins))
     return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)})
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -93,7 +93,7 @@ def stage_main(
                 return 0
             settings = foreign_settings.read(argv)
             overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
-            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, _with_adapter_rates)
+            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, with_adapter_rates)
             foreign_settings.require_agreement(settings, options)
             for name, value in CUBLAS.items() if options.deterministic else ():
                 os.environ.setdefault(name, value)
@@ -117,12 +117,13 @@ def stage_main(
     return 0
 
 
-def _with_adapter_rates(options: Any, origins: parser.Origins) -> Any:
+def with_adapter_rates(options: Any, names: Collection[str]) -> Any:
+    """The options with the learning rates of their adapter, where it has one. names: options that the user has set"""
     if getattr(options, "adapter", None) is None:
         return options
     from rlhf import adapters  # imported here because it imports torch
 
-    return adapters.with_own_rates(options, origins)
+    return adapters.with_own_rates(options, names)
 
 
 def traceback_file() -> str:
