@@ -6,8 +6,6 @@ Each part runs in its own process, so that memory and start-up are measured sepa
 
 import json
 import multiprocessing
-import os
-import platform
 import resource
 import shutil
 import sys
@@ -16,20 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
+from benchmarks import harness, outcome
 from rlhf import errors
 from rlhf.config import Config, parser
-from rlhf.launch.launcher import cores
 
-TOKENS = 129
-RESULTS = Path(__file__).parent / "results" / "data.json"
+TOKENS, VOCABULARY = 129, 32_768
+"""of a row on average, and of the byte-level BPE that is trained for this"""
 TARGETS = {
     "bytes_a_row": 600,
     "rows_a_second": 8000,
@@ -51,13 +47,9 @@ class Options(Config):
     """processes that tokenise"""
     repeat: int = Field(3, ge=1)
     """number of first calls; the fastest counts"""
-    vocabulary: int = Field(32_768, ge=1000)
-    """tokens of the byte-level BPE that is trained for this"""
-    tokenizer: str | None = None
-    """directory of another tokenizer to use instead"""
     hh: str | None = None
     """a file of HH-RLHF pairs, such as harmless-base.jsonl.gz, to measure padding on; else lengths are drawn"""
-    output: str = str(RESULTS)
+    output: str = str(outcome.RESULTS / "data.json")
     """JSON file to write"""
 
 
@@ -91,12 +83,12 @@ def second_start(path: str, tokenizer: str, workers: int, cache: str) -> dict[st
 
     train = data.train
     picks = np.random.default_rng(0).integers(len(train), size=2000).tolist()
-    order = _seconds(lambda: next(iter(Batches(train.sides, 16))))
+    order = harness.seconds_of(lambda: next(iter(Batches(train.sides, 16))))
     return {
         "seconds": round(seconds["wall"], 2),
         "seconds_imports_and_tokenizer": round(seconds["before"], 2),
         "epoch_order_s": round(order, 3),
-        "random_item_us": round(_seconds(lambda: [train[i] for i in picks]) / len(picks) * 1e6, 1),
+        "random_item_us": round(harness.seconds_of(lambda: [train[i] for i in picks]) / len(picks) * 1e6, 1),
     }
 
 
@@ -142,19 +134,17 @@ def drawn_lengths() -> np.ndarray:
     return np.random.default_rng(0).lognormal(np.log(100), 0.6, 20_000).clip(8, 512).astype(int)[:, None]
 
 
-def prepare(folder: str, rows: int, vocabulary: int, tokenizer: str | None) -> dict[str, Any]:
-    """Write the rows, and train a tokenizer unless one is given. Returns its path and size."""
+def prepare(folder: str, rows: int) -> dict[str, Any]:
+    """Train the tokenizer, and write the rows. Returns their sizes."""
     from benchmarks import corpus
     from rlhf.text.dialogues import Template
 
-    path = tokenizer or f"{folder}/tokenizer"
-    if tokenizer is None:
-        corpus.train_tokenizer(Path(path), vocabulary)
-    prepared_tokenizer = _tokenizer(path)
-    empty = len(Template(prepared_tokenizer).prompt_ids(())) + len(Template(prepared_tokenizer).response_ids(""))
-    words = corpus.words_for(prepared_tokenizer, TOKENS, empty)
-    corpus.write_rows(Path(folder) / "rows.jsonl", rows, words)
-    return {"tokenizer": path, "tokens": len(prepared_tokenizer), "words_a_row": round(words, 1)}
+    corpus.train_tokenizer(Path(folder, "tokenizer"), VOCABULARY)
+    tokenizer = _tokenizer(f"{folder}/tokenizer")
+    empty = len(Template(tokenizer).prompt_ids(())) + len(Template(tokenizer).response_ids(""))
+    words = corpus.words_for(tokenizer, TOKENS, empty)
+    corpus.write_rows(Path(folder, "rows.jsonl"), rows, words)
+    return {"tokens": len(tokenizer), "words_a_row": round(words, 1)}
 
 
 def _tokenizer(path: str) -> Any:
@@ -230,14 +220,7 @@ class _MemoryPeaks:
 
     @staticmethod
     def _read_memory() -> np.ndarray:
-        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        return np.array([int(lines[name].split()[0]) / 1000 for name in ("VmRSS", "RssAnon")])
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+        return np.array([harness.memory_bytes(name) / 1e6 for name in ("VmRSS", "RssAnon")])
 
 
 def _run_in_process(call: Callable[..., Any], *args: Any) -> Any:
@@ -246,20 +229,10 @@ def _run_in_process(call: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(call, *args).result()
 
 
-def hardware() -> str:
-    """Processor, cores, memory and software versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    software = ", ".join(f"{library} {version(library)}" for library in ("tokenizers", "transformers", "datasets"))
-    return f"{name}, {cores()} cores, {memory:.0f} GiB; Python {platform.python_version()}, {software}"
-
-
 def measure(options: Options) -> dict[str, Any]:
     """All measurements, as written to the JSON file."""
     with tempfile.TemporaryDirectory() as folder:
-        prepared = _run_in_process(prepare, folder, options.rows, options.vocabulary, options.tokenizer)
-        tokenizer = prepared.pop("tokenizer")
+        prepared, tokenizer = _run_in_process(prepare, folder, options.rows), f"{folder}/tokenizer"
         arguments = (f"{folder}/rows.jsonl", tokenizer, options.workers)
         memory = _run_in_process(first_memory, *arguments, f"{folder}/cache")
         second = _run_in_process(second_start, *arguments, f"{folder}/cache")
@@ -275,9 +248,7 @@ def measure(options: Options) -> dict[str, Any]:
                     padding_shares, _run_in_process(hh_lengths, options.hh, tokenizer, phase)
                 )
     return {
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "load_average": os.getloadavg()[0],
+        **outcome.environment_info(),
         "data": {**prepared, "rows": options.rows, "workers": options.workers, "best_of": options.repeat},
         "first_call": {**max(calls, key=lambda call: call["rows_a_second"]), **memory},
         "second_start": second,
@@ -290,9 +261,7 @@ def measure(options: Options) -> dict[str, Any]:
 def main() -> int:
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.data", "What tokenised data costs.")
     results = measure(options)
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    outcome.write_json(Path(options.output), results)
     print(json.dumps(results, indent=1))
     return 0
 

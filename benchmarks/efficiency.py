@@ -15,8 +15,6 @@ Writes NAME.csv (a row for each run), the table in NAME.md, and NAME.svg. Runs t
 """
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,21 +27,9 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from benchmarks import page
-from benchmarks.cells import (
-    ROOT,
-    Cell,
-    CellOptions,
-    Job,
-    Variant,
-    cell_file,
-    read_variants,
-    report_grid,
-    run_jobs,
-    run_models,
-    step3_options,
-    write_cell,
-)
+from benchmarks import cells, page
+from benchmarks.cells import ROOT, Cell, CellOptions, Variant
+from benchmarks.jobs import Job, run_jobs
 from rlhf import errors
 from rlhf.config import parser
 from rlhf.errors import UserError
@@ -64,22 +50,18 @@ class Options(CellOptions):
 
     variants: str = str(ROOT / "benchmarks" / "variants" / "efficiency.yaml")
     """YAML file of the variants"""
-    seeds: int = Field(8, ge=1)
-    """seeds 0, 1, ...: of the models, the rows they learn from, and the sampling"""
     start_samples: int = Field(256, ge=2)
     """responses of the SFT model to each held-out prompt: as far as the curve of best-of-n goes"""
     policy_samples: int = Field(16, ge=2)
     """responses of each policy to each held-out prompt"""
     output_dir: str = "runs/efficiency"
     """directory of models and finished cells"""
-    results: str = "docs/results"
-    """directory of the report"""
     name: str = "efficiency"
     """name of the report's files"""
 
-    def folder(self, seed: int) -> Path:
-        """Of the held-out prompts of a seed and of what the SFT model responds to them."""
-        return Path(self.output_dir).absolute() / "start" / f"{seed}-{self.digest(str(self.start_samples))}"
+    def start(self, seed: int) -> Path:
+        """The file of what the SFT model of a seed responds to the held-out prompts, which are beside it."""
+        return self.folder / "start" / f"{seed}-{self.digest(str(self.start_samples))}" / "start.pt"
 
 
 def respond(model: str, ppo: Any, prompts: Path, samples: int) -> dict[str, torch.Tensor]:
@@ -115,44 +97,20 @@ def measure_start(options: Options, variant: Variant, seed: int) -> None:
     from rlhf.text.prompt_file import format_prompt
     from step3_ppo.inputs import check
 
-    ppo, folder = step3_options(options, variant, seed), options.folder(seed)
+    ppo, folder = cells.step3_options(options, variant, seed), options.start(seed).parent
     _, data = check(ppo)
     folder.mkdir(parents=True, exist_ok=True)
     rows = (data.evaluation[i].row for i in range(min(len(data.evaluation), ppo.eval_samples)))
     lines = [json.dumps({"prompt": format_prompt(row.prompt)}) for row in rows]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    torch.save(respond(ppo.actor_model, ppo, folder / "prompts.jsonl", options.start_samples), folder / "start.pt")
+    torch.save(respond(ppo.actor_model, ppo, folder / "prompts.jsonl", options.start_samples), options.start(seed))
 
 
-def run_policy(options: Options, variant: Variant, seed: int) -> None:
-    """Step 3 of a variant, here or in TRL; writes the cell and removes the run."""
-    from step3_ppo import stage
+def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, dict[str, float]]:
+    """The metrics of a cell: NUMBERS of a tuned policy, those AT_NATS on the line to it.
 
-    ppo = step3_options(options, variant, seed)
-    shutil.rmtree(ppo.output_dir, ignore_errors=True)
-    start = sum(os.times()[:4])
-    (train_with_trl if variant.name.startswith("TRL") else stage.run)(ppo)
-    seconds = sum(os.times()[:4]) - start
-    numbers = measure_policy(options, ppo, seed)
-    write_cell(cell_file(options, variant, seed), Cell(variant.name, seed, (), (), (), numbers, seconds))
-    shutil.rmtree(ppo.output_dir)
-
-
-def train_with_trl(ppo: Any) -> None:
-    """PPOTrainer of TRL 1.12 with the models, prompts and options of a step 3, and its policy where step 3 has one."""
-    from benchmarks import ppo_quality, trl_judging
-
-    folder, stage = Path(ppo.output_dir) / "trl", Path(ppo.output_dir) / "step3_ppo"
-    stage.mkdir(parents=True)
-    folder.mkdir()
-    settings = ppo_quality.trl_settings(ppo, folder, trl_judging.plan(ppo))
-    ppo_quality.train_in_trl(folder, settings, {"OMP_NUM_THREADS": "1"})
-    (folder / "model").rename(stage / "actor")
-
-
-def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
-    """NUMBERS of a tuned policy, and those on the line to it. NaN: best-of-n has no gain at its KL, or the line does
-    not have the nats."""
+    NaN: best-of-n has no gain at its KL, or the line does not have the nats.
+    """
     from rlhf.chain.export import between
     from rlhf.storage.manifests import resolve_model_path
 
@@ -164,14 +122,13 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, float]:
         line.append(numbers_of(options, str(path), ppo, seed))
     tuned = line[LINE.index(1.0)]
     kls, efficiencies = [each["kl"] for each in line], [each["efficiency"] for each in line]
-    return tuned | dict(zip(AT_NATS, at(NATS, kls, efficiencies).tolist(), strict=True))
+    return {"metrics": tuned | dict(zip(AT_NATS, at(NATS, kls, efficiencies).tolist(), strict=True))}
 
 
 def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, float]:
     """KL, score, judge's score, worth and efficiency of a policy; NaN: best-of-n has no gain at its KL."""
-    folder = options.folder(seed)
-    start = torch.load(folder / "start.pt")
-    policy = respond(model, ppo, folder / "prompts.jsonl", options.policy_samples)
+    start = torch.load(options.start(seed))
+    policy = respond(model, ppo, options.start(seed).with_name("prompts.jsonl"), options.policy_samples)
     numbers = {name: values.mean().item() for name, values in policy.items()}
     for prefix, by in (("", "score"), ("judge_", "judge")):
         gains = policy[by].mean(1) - start[by].mean(1)
@@ -182,24 +139,17 @@ def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, f
     return numbers
 
 
-def with_half_width(values: Sequence[float], digits: int) -> str:
-    """Their mean, and with two or more half of its 95 % interval."""
-    if len(values) < 2:
-        return f"{values[0]:.{digits}f}" if values else ""
-    return f"{fmean(values):.{digits}f} ± {mean_interval(torch.tensor(values)).half_width:.{digits}f}"
-
-
 def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     """Markdown: the mean of each number over the seeds; of the efficiencies with its interval."""
     heads = ["variant", "seeds", "KL", "score", "judge", "worth the best of", "by the judge", "efficiency"]
     heads += ["by the judge", *(f"at {nats} nats" for nats in NATS), "CPU s"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name, cells in runs.items():
-        columns = {key: [cell.metrics[key] for cell in cells] for key in NUMBERS}
+    for name, own in runs.items():
+        columns = {key: [cell.metrics[key] for cell in own] for key in NUMBERS}
         means = [f"{fmean(columns[key]):.{digits}f}" for key, digits in zip(NUMBERS, (2, 3, 3, 1, 1), strict=False)]
-        shares = [with_half_width([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
-        seconds = f"{fmean(cell.seconds for cell in cells):.0f}"
-        lines.append(f"| {' | '.join([name, str(len(cells)), *means, *shares, seconds])} |")
+        shares = [page.mean_text([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
+        seconds = f"{fmean(cell.seconds for cell in own):.0f}"
+        lines.append(f"| {' | '.join([name, str(len(own)), *means, *shares, seconds])} |")
     return lines
 
 
@@ -216,8 +166,8 @@ def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], responses: Mapping[int, 
     scores.plot(kls, mean, color="black", label="best of n of the SFT model")
     for n in best_of_n.sizes(size):
         scores.annotate(str(n), (kls[n - 1], mean[n - 1]), (0, 4), textcoords="offset points")
-    for name, cells in runs.items():
-        columns = [[(cell.seed, x) for cell in cells if isfinite(x := cell.metrics[key])] for key in AT_NATS]
+    for name, own in runs.items():
+        columns = [[(cell.seed, x) for cell in own if isfinite(x := cell.metrics[key])] for key in AT_NATS]
         points = [(nats, column) for nats, column in zip(NATS, columns, strict=True) if len(column) > 1]
         reached = [
             fmean(curves[seed][0] + x * (at(nats, kls, curves[seed]) - curves[seed][0]) for seed, x in column)
@@ -236,31 +186,31 @@ def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], responses: Mapping[int, 
     scores.legend(fontsize=8)
 
 
-def report(cells: Sequence[Cell], names: Sequence[str], options: Options) -> None:
+def report(finished: Sequence[Cell], names: Sequence[str], options: Options) -> None:
     """Write NAME.csv, the table of NAME.md, and NAME.svg. names: all variants, in their order."""
-    runs = {name: own for name in names if (own := [cell for cell in cells if cell.variant == name])}
-    results = Path(options.results)
-    results.mkdir(parents=True, exist_ok=True)
-    rows = [[c.variant, c.seed, *(f"{c.metrics[name]:.5g}" for name in NUMBERS), f"{c.seconds:.4g}"] for c in cells]
-    page.write_csv(results / f"{options.name}.csv", ["variant", "seed", *NUMBERS, "cpu_seconds"], rows)
-    page.write_table(results / f"{options.name}.md", table(runs))
-    responses = {seed: torch.load(options.folder(seed) / "start.pt") for seed in sorted({cell.seed for cell in cells})}
-    page.draw(results / f"{options.name}.svg", (1, 2), (14, 5.5), lambda axes: plot(axes, runs, responses))
+    runs, path = cells.by_variant(finished, names), Path(options.results) / options.name
+    rows = [[c.variant, c.seed, *(f"{c.metrics[name]:.5g}" for name in NUMBERS), f"{c.seconds:.4g}"] for c in finished]
+    page.write(path, ["variant", "seed", *NUMBERS, "cpu_seconds"], rows, table(runs))
+    responses = {seed: torch.load(options.start(seed)) for seed in sorted({c.seed for c in finished})}
+    page.draw(path, (14, 5.5), lambda axes: plot(axes, runs, responses))
 
 
 def main() -> int:
     """Exit code 1 if a run failed."""
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.efficiency", "How much of the possible?")
-    variants = read_variants(options.variants)
-    run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in variants])
+    variants = cells.read_variants(options.variants)
+    cells.run_models(options, [(variant, seed) for seed in range(options.seeds) for variant in variants])
     starts = [
-        Job(f"best of n, seed {seed}", partial(measure_start, options, variants[0], seed), folder / "log.txt")
+        Job(
+            f"best of n, seed {seed}",
+            partial(measure_start, options, variants[0], seed),
+            options.start(seed) / "start.pt",
+        )
         for seed in range(options.seeds)
-        if not ((folder := options.folder(seed)) / "start.pt").is_file()
     ]
-    if run_jobs(starts, options.processes):
+    if not run_jobs(starts, options):
         raise UserError(f"{options.output_dir}: the SFT model was not measured; see the logs named above")
-    return report_grid(options, variants, report, run_policy)
+    return cells.report_grid(options, report, measure_policy)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks import random_models
 from benchmarks.gpu_part import Options, Results, median
+from benchmarks.harness import clock
 from benchmarks.limits import product_rate, read_rate
 
 
@@ -26,9 +27,9 @@ def rates(options: Options, results: Results) -> None:
     started = median(lambda: [small.add_(1) for _ in range(count)], options) / count
     results.add(operation_us=1e6 * started, upload_us=1e6 * median(lambda: to_device(ids, device), options))
     for kernel in (variable_length.flash, variable_length.flex):
-        with random_models.timed() as clock:
-            works = variable_length.works(kernel, device, dtype, 64)
-        results.add(**{kernel.__name__: works, f"{kernel.__name__}_s": clock[0]})
+        start = clock()
+        works = variable_length.works(kernel, device, dtype, 64)
+        results.add(**{kernel.__name__: works, f"{kernel.__name__}_s": clock() - start})
     d, layers, rows = (16, 2, 100) if options.tiny else (2048, 24, 50272)
     shapes = [(rows, d), *[*[(d, d)] * 4, (4 * d, d), (d, 4 * d), *[(d,)] * 9, (4 * d,)] * layers]
     weights = [nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) for shape in shapes]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from benchmarks.random_models import timed
+from benchmarks.harness import seconds_of
 from rlhf.config import Config
 
 PROMPT, RESPONSE = 256, 256
@@ -71,9 +71,4 @@ def machine() -> dict[str, Any]:
 def median(call: Callable[[], object], options: Options, repeats: int = 5) -> float:
     """The median of the seconds of a call, each until the device has done its work, after a warm-up."""
     call()
-    values: list[float] = []
-    for _ in range(1 if options.tiny else repeats):
-        with timed() as clock:
-            call()
-        values += clock
-    return statistics.median(values)
+    return statistics.median(seconds_of(call) for _ in range(1 if options.tiny else repeats))

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import random_models
 from benchmarks.gpu_part import Options, Results
-from benchmarks.random_models import timed
+from benchmarks.harness import clock
 
 PUBLISHED = 3213
 """tokens per second and GPU: DeepSpeed-Chat, 264,292 rows of 512 tokens in 11.7 h on one A100 of 80 GB"""
@@ -54,9 +54,9 @@ class Iterations:
         steps, found = self.steps(self.items()), list[dict[str, float]]()
         next(steps)
         for _ in range(repeats):
-            with timed() as clock:
-                metrics = next(steps)
-            found.append({"seconds": clock[0], **{part: metrics[f"seconds_{part}"] for part in PARTS}})
+            start = clock()
+            metrics = next(steps)
+            found.append({"seconds": clock() - start, **{part: metrics[f"seconds_{part}"] for part in PARTS}})
         medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
         c, flops = self.config, self.flops()
         rate = c.batch_size * (c.max_prompt_length + c.response_length) / medians["seconds"]
@@ -160,12 +160,14 @@ def _profiled(name: str, call: Callable[[], Any], results: Results, texts: list[
 
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profiler(activities=activities) as recorded, timed() as clock:
+    with profiler(activities=activities) as recorded:
+        start = clock()
         value = call()
+        seconds = clock() - start
     events = recorded.key_averages()
     kernels = [event for event in events if "cuda" in str(event.device_type).lower()]
     results.add(**{
-        f"{name}_s": clock[0],
+        f"{name}_s": seconds,
         f"{name}_device_s": sum(event.self_device_time_total for event in kernels) / 1e6,
         f"{name}_kernels": sum(event.count for event in kernels),
         f"{name}_operations": sum(event.count for event in events if event.key.startswith("aten::")),

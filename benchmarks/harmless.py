@@ -25,25 +25,29 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks import page
-from benchmarks.cells import ROOT, Job, resolve_chain, run_jobs
-from benchmarks.preferences import first_message_point, mean_text, read_rows, score_pairs
+from benchmarks import inputs, page
+from benchmarks.cells import ROOT, resolve_chain
+from benchmarks.jobs import Job, JobOptions, run_jobs
+from benchmarks.page import mean_text
+from benchmarks.preferences import first_message_point, score_pairs
 from rlhf import errors
-from rlhf.config import Config, parser
+from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
 
 GOLD, TEST = 0.45, 0.15
 """shares of the dialogues; the rest is the recipe's"""
-RESPONSE = 64
-"""tokens of a response in the comparison"""
+MEMBERS = 2
+"""reward models whose weights the gold model is the mean of: seeds of their order and head"""
+RESPONSES, RESPONSE = 2, 64
+"""of each policy to each prompt of TEST, and their most tokens"""
 COLUMNS = (
     "seed", "reward model", "correlation", "kl", "gain", "gain low", "gain high", "win rate", "win rate low",
     "win rate high", "win rate at equal length", "length before", "length after", "distinct-2", "minutes",
 )  # fmt: skip
 
 
-class Options(Config):
+class Options(JobOptions):
     """Data, recipe and seeds."""
 
     data_path: str = ""
@@ -52,21 +56,8 @@ class Options(Config):
     """YAML file of a chain"""
     seeds: int = Field(5, ge=1)
     """seeds 0, 1, ... of the recipe"""
-    members: int = Field(2, ge=2)
-    """reward models whose weights the gold model is the mean of: seeds of their order and head"""
-    samples: int = Field(2, ge=2)
-    """responses of each policy to each prompt of TEST"""
-    processes: int = Field(2, ge=1)
-    """runs at the same time, each with one thread"""
     output_dir: str = "runs/harmless"
     """directory of the divided data, models and results"""
-    results: str = "docs/results"
-    """directory of the report"""
-
-    @property
-    def folder(self) -> Path:
-        """The output directory, absolute."""
-        return Path(self.output_dir).absolute()
 
     def rows(self, part: str) -> str:
         """The data path of a part of the dialogues: gold, main or test."""
@@ -90,7 +81,7 @@ def divide(options: Options) -> None:
     if not path.is_file():
         raise UserError(f"--data-path {path}: no such file, expected HH-RLHF pairs, such as harmless-base.jsonl.gz")
     parts: dict[str, list[str]] = {"gold": [], "test": [], "main": []}
-    for row in read_rows(path):
+    for row in inputs.read_lines(path):
         parts[part_of(row)].append(row)
     options.folder.mkdir(parents=True, exist_ok=True)
     for part, rows in parts.items():
@@ -146,7 +137,7 @@ def join_gold(options: Options) -> None:
     gold, draft = options.folder / "gold", options.folder / "gold.part"
     if gold.is_dir():
         return
-    folders = [options.folder / f"gold-{member}" / "step2_reward" / "model" for member in range(options.members)]
+    folders = [options.folder / f"gold-{member}" / "step2_reward" / "model" for member in range(MEMBERS)]
     shutil.rmtree(draft, ignore_errors=True)
     shutil.copytree(folders[0], draft)
     for file in draft.glob("*.safetensors"):
@@ -182,7 +173,7 @@ def compare(options: Options, seed: int) -> None:
     shutil.rmtree(run / "compared", ignore_errors=True)
     config = EvaluateConfig(
         policies=(str(run / "step1_sft"), str(run / "step3_ppo")), prompts=str(options.folder / "prompts.jsonl"),
-        reward=f"learned,model={options.folder / 'gold'}", samples=options.samples, seed=seed,
+        reward=f"learned,model={options.folder / 'gold'}", samples=RESPONSES, seed=seed,
         temperature=chain.ppo.temperature, response_length=RESPONSE, dtype=chain.dtype,
         output=str(run / "compared"),
     )  # fmt: skip
@@ -195,7 +186,8 @@ def compare(options: Options, seed: int) -> None:
 
 def gaps(options: Options, models: Sequence[Path]) -> list[Tensor]:
     """Score of the chosen minus that of the rejected response, float64, of each model on the pairs of TEST."""
-    scored = score_pairs(models, [options.rows("test")], chain_of(options, 0).reward)
+    reward = chain_of(options, 0).reward
+    scored = score_pairs(models, [options.rows("test")], (reward.max_prompt_length, reward.max_length))
     return [one.scores[:, 0] - one.scores[:, 1] for one in scored]
 
 
@@ -228,12 +220,9 @@ def report(options: Options) -> None:
     models = [options.folder / "gold", *(options.run(seed) / "step2_reward" for seed in seeds)]
     gold, *rewards = gaps(options, models)
     rows = [row_of(options, seed, reward, gold) for seed, reward in zip(seeds, rewards, strict=True)]
-    folder = Path(options.results)
-    folder.mkdir(parents=True, exist_ok=True)
-    page.write_csv(folder / "harmless.csv", COLUMNS, rows)
     accuracy = preferences.in_order(gold).mean().item()
     prompts = len((options.folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines())
-    page.write_table(folder / "harmless.md", table(rows, accuracy, len(gold), prompts))
+    page.write(Path(options.results) / "harmless", COLUMNS, rows, table(rows, accuracy, len(gold), prompts))
 
 
 def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: int) -> list[str]:
@@ -258,19 +247,17 @@ def main() -> int:
     """Exit code 1 if a part failed."""
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.harmless", "A policy for human preferences.")
     divide(options)
-    logs, members = options.folder / "logs", range(options.members)
-    golds = [each for each in members if not (options.folder / f"gold-{each}/step2_reward/manifest.json").is_file()]
-    jobs = [
-        Job(f"gold {member}", partial(train_gold, options, member), logs / f"gold-{member}.log") for member in golds
+    golds = [
+        Job(f"gold {i}", partial(train_gold, options, i), options.folder / f"gold-{i}/step2_reward/manifest.json")
+        for i in range(MEMBERS)
     ]
-    if run_jobs(jobs, options.processes):
+    if not run_jobs(golds, options):
         return 1
     join_gold(options)
-    todo = [seed for seed in range(options.seeds) if not options.compared(seed).is_file()]
-    jobs = [Job(f"seed {seed}", partial(train_policy, options, seed), logs / f"seed-{seed}.log") for seed in todo]
-    failed = run_jobs(jobs, options.processes)
+    seeds = range(options.seeds)
+    good = run_jobs([Job(f"seed {i}", partial(train_policy, options, i), options.compared(i)) for i in seeds], options)
     report(options)
-    return 1 if failed else 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -99,8 +99,15 @@ def clock() -> float:
     return time.perf_counter()
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """What a call takes, until the device has done its work."""
+    start = clock()
+    call()
+    return clock() - start
+
+
 def memory_bytes(name: str) -> int:
-    """VmRSS or VmHWM of this process. ru_maxrss would include the memory of the parent process."""
+    """VmRSS, VmHWM or another size of this process. ru_maxrss would include the memory of the parent process."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[name].split()[0]) * 1024
 

@@ -35,11 +35,12 @@ def first_rows(options: Options, phase: str, count: int, folder: Path, **more: A
     row_count, items = count, -1
     while items < count:
         path = folder / f"{phase}-{row_count}.jsonl"
-        written = _copy_rows(Path(options.data), path, row_count)
+        lines = read_lines(Path(options.data), row_count)
+        path.write_text("".join(lines), encoding="utf-8")
         config = data_options(path, phase, folder, **more)
         data = _open(config, options.model, phase)
         items = len(data.train)
-        if written < row_count:
+        if len(lines) < row_count:
             raise UserError(
                 f"--data {options.data}: got {items} rows that fit, expected {count}; ask for fewer, or "
                 "name a larger file"
@@ -48,13 +49,10 @@ def first_rows(options: Options, phase: str, count: int, folder: Path, **more: A
     return config, data
 
 
-def _copy_rows(source: Path, path: Path, rows: int) -> int:
-    """Copy the first rows of a file. Returns their number."""
-    open_text = gzip.open if source.suffix == ".gz" else open
-    with open_text(source, "rt", encoding="utf-8") as file:
-        lines = list(itertools.islice(file, rows))
-    path.write_text("".join(lines), encoding="utf-8")
-    return len(lines)
+def read_lines(path: Path, most: int | None = None) -> list[str]:
+    """The first lines of a file of HH, which may be compressed."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return list(itertools.islice(file, most))
 
 
 def data_options(path: Path, phase: str, folder: Path, **more: Any) -> dict[str, Any]:
@@ -104,14 +102,14 @@ def pairs(dataset: Any) -> list[dict[str, list[int]]]:
     return [{"chosen_ids": list(pair.chosen), "rejected_ids": list(pair.rejected)} for pair in dataset[:]]
 
 
-def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
+def scalar_model(options: Options, folder: Path) -> str:
     """A directory with the model and a random head of one label: the critic and reward model of both sides."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
     path = folder / "scalar"
     saved_tokenizer = tokenizer(options.model)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=1, dtype="bfloat16")
     model.config.pad_token_id = saved_tokenizer.pad_token_id
     with torch.no_grad():
@@ -120,3 +118,19 @@ def scalar_model(options: Options, folder: Path, seed: int = 0) -> str:
     model.save_pretrained(path)
     saved_tokenizer.save_pretrained(path)
     return str(path)
+
+
+def weights_dtype(settings: dict[str, Any]) -> Any:
+    """The dtype of a contender's weights."""
+    import torch
+
+    return torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
+
+
+def padded(rows: list[list[int]], pad: int) -> tuple[Any, Any]:
+    """Left-padded ids and their mask. [B, P] each"""
+    import torch
+
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    return ids, torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])

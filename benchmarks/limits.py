@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.harness import WorkerPipe
 
 SHAPES = ((1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (256, 576, 49152), (1536, 1536, 1536))
@@ -61,14 +62,10 @@ def read_rate(memory: Any) -> float:
 
 def _seconds(call: Callable[[], object], budget: float) -> float:
     """The median of the seconds of `call`, each until the device has done its work, for about `budget` seconds."""
-    from benchmarks.random_models import timed  # imports torch, which the harness does without
-
     call()
     values: list[float] = []
     while sum(values) < budget or len(values) < 3:
-        with timed() as clock:
-            call()
-        values += clock
+        values.append(harness.seconds_of(call))
     return statistics.median(values)
 
 

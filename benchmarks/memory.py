@@ -16,19 +16,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import Field
 
+from benchmarks import outcome
 from benchmarks.harness import ROOT, memory_bytes
 from rlhf import errors
 from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
 TARGET = 0.15
 """maximal relative error of the plan"""
 STAGE = "step1_sft"
@@ -55,8 +54,8 @@ class Options(Config):
     """numbers of processes"""
     settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
     """numbers of the settings, in the order of SETTINGS"""
-    output: str = str(RESULTS)
-    """JSON file to write"""
+    output: str = str(outcome.RESULTS / "memory.json")
+    """JSON file, written after each run"""
 
 
 def measure(setting: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -202,28 +201,18 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def hardware() -> str:
-    """The hardware as in benchmarks.data, and the library versions that affect memory."""
-    from importlib.metadata import version
-
-    from benchmarks import data
-
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed"))
-    return f"{data.hardware()}, {libraries}, {os.confstr('CS_GNU_LIBC_VERSION')}"
-
-
 def main() -> int:
     if sys.argv[1:2] == ["--rank-of"]:
         rank(*sys.argv[2:])
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.memory", "Memory against the plan.")
-    runs = []
+    workload = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
+    runs: list[dict[str, Any]] = []
+    results = {**outcome.environment_info(), **workload, "target": TARGET, "runs": runs}
     for number in options.settings:
         for processes in options.processes:
             runs.append(measure(SETTINGS[number], processes))
+            outcome.write_json(Path(options.output), results)
             print(table({"runs": runs[-1:]}).splitlines()[-1], flush=True)
-    workload = {"rows": f"{BATCH} a step in micro-batches of {MICRO}, {LENGTH} tokens each", "steps": STEPS}
-    results = {"date": date.today().isoformat(), "hardware": hardware(), **workload, "target": TARGET, "runs": runs}
-    Path(options.output).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))
     return 0 if all(abs(run["off"]) <= TARGET for run in runs) else 1
 

@@ -16,7 +16,7 @@ from benchmarks.harness import MACHINE, OURS, ROOT, WARM_UP, Contender, Options,
 from rlhf.storage import disk
 
 RESULTS = ROOT / "benchmarks" / "results"
-LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
+LIBRARIES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers")
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def environment_info() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "command": command_line(),
         "hardware": hardware(),
-        "versions": {library: version(library) for library in LIBRARIES} | {"python": platform.python_version()},
+        "versions": {library: version(library) for library in LIBRARIES}
+        | {"python": platform.python_version(), "libc": " ".join(platform.libc_ver())},
     }
 
 
@@ -177,6 +178,11 @@ def save(result: dict[str, Any], options: Any) -> None:
         print(f"not written: {', '.join(changed)} differ from the defaults; name a file with --output")
         return
     path = Path(options.output or RESULTS / f"{result['name']}.json")
+    write_json(path, result)
+    print(f"written: {path.name}")
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a file of results, and its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     disk.write_text(path, json.dumps(result, indent=1) + "\n")
-    print(f"written: {path.name}")

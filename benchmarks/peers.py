@@ -4,10 +4,13 @@
 torch and transformers, and with that folder first in PYTHONPATH. 1.12.0 is the last release with PPO.
 """
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlhf import errors
 from rlhf.errors import UserError
@@ -39,6 +42,20 @@ def environment(version: str) -> dict[str, str]:
     """Further environment variables of a process that imports that release."""
     parts = [str(install_trl(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(parts), "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def run(
+    module: str, version: str, settings: Mapping[str, Any], folder: Path, variables: Mapping[str, str] | None = None
+) -> None:
+    """`python -m benchmarks.MODULE SETTINGS.json` with that release, one thread and the settings in `folder`.
+
+    variables: further ones of its environment. Raises: CalledProcessError if it fails; it has printed the reason
+    """
+    path = folder.resolve() / "settings.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    env = os.environ | environment(version) | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", f"benchmarks.{module}", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, env=env | dict(variables or {}))
 
 
 def main() -> int:

@@ -142,7 +142,7 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
     from trl.experimental.ppo import PPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(s["scalar"], padding_side="left")
-    models = trl_trainers.ppo_models(s["model"], s["scalar"], trl_trainers.weights_dtype(s), s["lora"])
+    models = trl_trainers.ppo_models(s["model"], s["scalar"], inputs.weights_dtype(s), s["lora"])
     if s["lora"] is not None:  # the trainer wraps the policy only
         value = models["value_model"]
         inject_adapter_in_model(trl_trainers.peft_config(s["lora"], "SEQ_CLS"), value)

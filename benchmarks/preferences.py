@@ -5,7 +5,7 @@ from 256, 512, ... pairs of all other rows. The table has its accuracy on the he
 response is better", for
 
     here        step 2 as it is
-    VARIANTS    step 2 with other options
+    head        step 2, whose head alone learns, four times from the same pairs
     TRL         RewardTrainer on the ids of the same pairs, with the same number and size of batches, rate and optimizer
 
 ± is half of Student's 95 % interval over the seeds; differences are paired by seed. The last column joins the models of
@@ -13,41 +13,38 @@ all seeds: the mean of their scores, each divided by its standard deviation. A f
 Writes preferences.csv, and the table of preferences.md; with one data file preferences-FILE.csv and .md.
 """
 
-import gzip
 import hashlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from benchmarks import inputs, page, peers
-from benchmarks.cells import ROOT, Job, run_jobs
+from benchmarks.jobs import Job, JobOptions, run_jobs
 from rlhf import errors
-from rlhf.config import Config, parser
+from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.maths import preferences
-from rlhf.maths.intervals import mean_interval
 from rlhf.storage import disk
 
 HERE, TRL = "here", "TRL"
 VARIANTS: dict[str, dict[str, Any]] = {
     HERE: {},
-    "label-smoothing": {"objective": "pairwise,label_smoothing=0.2"},
-    "every-token": {"objective": "every_token"},
     "head": {"learning_rate": 0.0, "head_learning_rate": 2e-3, "num_train_epochs": 4},
-    "lora": {"adapter": "lora,r=16,lora_alpha=32", "learning_rate": 2e-4},
 }
 """name -> the options of step 2 that differ"""
+BATCH = 16
+"""pairs of an optimizer step"""
+SETTINGS = {"batch_size": BATCH, "learning_rate": 2e-5, "max_prompt_length": 192, "max_length": 256}
+"""options of step 2; the rate is the peak of all weights"""
 HELD_OUT = 0.2
 """share of the first messages"""
 ALL = "all"
@@ -57,7 +54,7 @@ Scored = Mapping[str, Mapping[str, list[list[float]]]]
 """file -> scores, lengths -> (chosen, rejected) of each held-out pair"""
 
 
-class Options(Config):
+class Options(JobOptions):
     """Data, sizes, seeds and variants."""
 
     data_path: tuple[str, ...] = ()
@@ -65,32 +62,15 @@ class Options(Config):
     model: str = "models/smollm2-135m-instruct"
     """what every reward model starts from"""
     pairs: tuple[int, ...] = Field((256, 512, 1024, 2048), min_length=1)
-    """numbers of pairs to learn from; multiples of batch_size"""
-    variants: tuple[str, ...] = (HERE,)
+    """numbers of pairs to learn from; multiples of a batch of 16"""
+    variants: tuple[Literal["here", "head"], ...] = (HERE,)
     """which variants; those other than `here` learn from the most pairs only"""
     trl_pairs: tuple[int, ...] = ()
     """numbers of pairs from which TRL learns too"""
     seeds: int = Field(5, ge=2)
     """seeds 0, 1, ... of the head, the pairs and their order"""
-    batch_size: int = Field(16, ge=4, multiple_of=4)
-    """pairs of an optimizer step"""
-    learning_rate: float = Field(2e-5, gt=0)
-    """peak rate of all weights"""
-    max_prompt_length: int = Field(192, ge=1)
-    """tokens of a prompt"""
-    max_length: int = Field(256, ge=2)
-    """tokens of prompt and response"""
-    processes: int = Field(2, ge=1)
-    """models that train at the same time, each with one thread"""
     output_dir: str = "runs/preferences"
     """directory of the divided data and of finished models' scores"""
-    results: str = "docs/results"
-    """directory of the report"""
-
-    @property
-    def folder(self) -> Path:
-        """The output directory, absolute."""
-        return Path(self.output_dir).absolute()
 
     @property
     def report_name(self) -> str:
@@ -109,9 +89,7 @@ class Run:
 
     def scores_file(self, options: Options) -> Path:
         """The scores of the held-out pairs: another file for other options or data under the same name."""
-        same = options.model_dump(
-            include={"data_path", "batch_size", "learning_rate", "max_prompt_length", "max_length"}
-        )
+        same = {"data_path": options.data_path, **SETTINGS}
         own = VARIANTS.get(self.variant, peers.REWARD)
         digest = hashlib.sha256(repr((options.model, same, own)).encode()).hexdigest()[:8]
         return options.folder / "scores" / f"{self.variant}-{self.pairs}-{digest}-{self.seed}.json"
@@ -123,12 +101,9 @@ def check(options: Options) -> None:
         raise UserError("--data-path: not given, expected files of HH-RLHF pairs, such as harmless-base.jsonl.gz")
     if len({source(path) for path in options.data_path}) < len(options.data_path):
         raise UserError(f"--data-path: got {', '.join(options.data_path)}, expected files of different names")
-    for variant in options.variants:
-        if variant not in VARIANTS:
-            raise UserError(f"--variants: got '{variant}', expected some of {', '.join(VARIANTS)}")
     for pairs in (*options.pairs, *options.trl_pairs):
-        if pairs % options.batch_size:
-            raise UserError(f"--pairs, --trl-pairs: got {pairs}, expected multiples of {options.batch_size}, a batch")
+        if pairs % BATCH:
+            raise UserError(f"--pairs, --trl-pairs: got {pairs}, expected multiples of {BATCH}, a batch")
 
 
 def source(path: str | Path) -> str:
@@ -145,18 +120,12 @@ def divide(options: Options) -> dict[str, Path]:
     train: list[str] = []
     held_out = {}
     for path in map(Path, options.data_path):
-        rows = read_rows(path)
+        rows = inputs.read_lines(path)
         train += [row for row in rows if not is_held_out(row)]
         held_out[source(path)] = target = options.folder / f"held-out-{source(path)}.jsonl"
         target.write_text("".join(filter(is_held_out, rows)), encoding="utf-8")
     train_file(options).write_text("".join(train), encoding="utf-8")
     return held_out
-
-
-def read_rows(path: Path) -> list[str]:
-    """The lines of a file of HH."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        return list(file)
 
 
 def first_message_point(row: str) -> float:
@@ -182,12 +151,11 @@ def reward_config(options: Options, run: Run, held_out: Mapping[str, Path], dire
     """The options of step 2, whose own evaluation is short."""
     from step2_reward.config import RewardConfig
 
-    same = ("model", "batch_size", "learning_rate", "max_prompt_length", "max_length")
-    values = {name: getattr(options, name) for name in same} | {
-        "data_path": (f"hh_rlhf:{train_file(options)}",), "data_split": (0, 1, 0),
+    values = SETTINGS | {
+        "model": options.model, "data_path": (f"hh_rlhf:{train_file(options)}",), "data_split": (0, 1, 0),
         "eval_data_path": tuple(f"hh_rlhf:{file}" for file in held_out.values()), "max_eval_rows": 64,
         "max_train_rows": run.pairs, "seed": run.seed, "data_seed": run.seed, "truncate": "tokens", "data_workers": 1,
-        "micro_batch_size": options.batch_size // 4, "torch_compile": False, "output_dir": str(directory),
+        "micro_batch_size": BATCH // 4, "torch_compile": False, "output_dir": str(directory),
     }  # fmt: skip
     return RewardConfig(**values | VARIANTS.get(run.variant, {}))
 
@@ -204,7 +172,7 @@ def train(options: Options, run: Run, held_out: Mapping[str, Path]) -> None:
         train_with_trl(config, directory / "step2_reward")
     else:
         REWARD_MODELLING.run(config)
-    write_scores(options, directory / "step2_reward", held_out, path)
+    write_scores(directory / "step2_reward", held_out, path)
     shutil.rmtree(directory)
 
 
@@ -223,17 +191,15 @@ def train_with_trl(config: Any, directory: Path) -> None:
         "learning_rate_factors": list(map(schedule(config, steps), range(steps))),
         "output_dir": str(directory),
     }
-    path = directory / "settings.json"
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    env = os.environ | peers.environment(peers.REWARD) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     # Freed memory stays with the process, as it does here: to get it again takes longer than the products.
-    env |= {"TOKENIZERS_PARALLELISM": "false", "MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "-1"}
-    subprocess.run([sys.executable, "-m", "benchmarks.trl_reward", str(path)], cwd=ROOT, check=True, env=env)
+    keep = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "-1"}
+    peers.run("trl_reward", peers.REWARD, settings, directory, keep)
 
 
-def write_scores(options: Options, model: Path, held_out: Mapping[str, Path], path: Path) -> None:
+def write_scores(model: Path, held_out: Mapping[str, Path], path: Path) -> None:
     """Scores and lengths of both sides of every held-out pair, by file."""
-    pair_scores = score_pairs([model], [f"hh_rlhf:{file}" for file in held_out.values()], options)
+    lengths = SETTINGS["max_prompt_length"], SETTINGS["max_length"]
+    pair_scores = score_pairs([model], [f"hh_rlhf:{file}" for file in held_out.values()], lengths)
     scored = {
         name: {"scores": one.scores.tolist(), "lengths": one.lengths.tolist()}
         for name, one in zip(held_out, pair_scores, strict=True)
@@ -242,14 +208,14 @@ def write_scores(options: Options, model: Path, held_out: Mapping[str, Path], pa
     disk.write_json(path, scored)
 
 
-def score_pairs(models: Sequence[Path], data_paths: Sequence[str], lengths: Any) -> list[Any]:
-    """`score_models` of step 2. lengths: options with max_prompt_length and max_length"""
+def score_pairs(models: Sequence[Path], data_paths: Sequence[str], lengths: tuple[int, int]) -> list[Any]:
+    """`score_models` of step 2. lengths: the most tokens of a prompt, and of prompt and response"""
     from step2_reward.evaluation_options import EvaluateRewardConfig
     from step2_reward.pair_scores import score_models
 
     evaluation = EvaluateRewardConfig(
         models=tuple(map(str, models)), data_path=tuple(data_paths), truncate="tokens",
-        micro_batch_size=16, data_workers=1, max_prompt_length=lengths.max_prompt_length, max_length=lengths.max_length,
+        micro_batch_size=16, data_workers=1, max_prompt_length=lengths[0], max_length=lengths[1],
     )  # fmt: skip
     return score_models(evaluation)
 
@@ -294,20 +260,12 @@ def table(models: Mapping[tuple[str, int], Mapping[int, Scored]]) -> list[str]:
     longer = " | ".join(f"{accuracy(some, name, 'lengths'):.3f}" for name in names)
     lines.append(f"| the longer response | | | {longer} | | |")
     for (variant, pairs), by_seed in models.items():
-        columns = [mean_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
+        columns = [page.mean_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
         default = {} if variant == HERE else models.get((HERE, pairs), {})
         both = [accuracy(by_seed[seed], ALL) - accuracy(default[seed], ALL) for seed in by_seed if seed in default]
-        columns += [mean_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
+        columns += [page.mean_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
         lines.append(f"| {variant} | {pairs} | {len(by_seed)} | {' | '.join(columns)} |")
     return lines
-
-
-def mean_text(values: Sequence[float], sign: str = "") -> str:
-    """`0.613 ± 0.030`: the mean over the seeds and half its interval; of fewer than two seeds the value alone."""
-    if len(values) < 2:
-        return " ".join(f"{value:{sign}.3f}" for value in values)
-    interval = mean_interval(torch.tensor(values, dtype=torch.float64))
-    return f"{interval.mean:{sign}.3f} ± {interval.half_width:.3f}"
 
 
 def report(options: Options) -> None:
@@ -325,10 +283,8 @@ def report(options: Options) -> None:
         for seed, scored in by_seed.items()
         for name in (*scored, ALL)
     ]
-    path = Path(options.results) / f"{options.report_name}.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    page.write_csv(path.with_suffix(".csv"), ["model", "pairs", "seed", "file", "accuracy"], rows)
-    page.write_table(path, table(models))
+    head = ["model", "pairs", "seed", "file", "accuracy"]
+    page.write(Path(options.results) / options.report_name, head, rows, table(models))
 
 
 def main() -> int:
@@ -336,15 +292,13 @@ def main() -> int:
     options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.preferences", "Reward models on preferences.")
     check(options)
     held_out = divide(options)
-    jobs = []
-    for run in grid(options):
-        path = run.scores_file(options)
-        if not path.is_file():
-            call, log = partial(train, options, run, held_out), options.folder / "logs" / f"{path.stem}.log"
-            jobs.append(Job(f"{run.variant}, {run.pairs} pairs, seed {run.seed}", call, log))
-    failed = run_jobs(jobs, options.processes)
+    jobs = [
+        Job(run.scores_file(options).stem, partial(train, options, run, held_out), run.scores_file(options))
+        for run in grid(options)
+    ]
+    good = run_jobs(jobs, options)
     report(options)
-    return 1 if failed else 0
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

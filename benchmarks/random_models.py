@@ -1,9 +1,6 @@
 """Models with random weights in the shapes of OPT-1.3B and OPT-350M, and prompts for them, without a model hub."""
 
-import contextlib
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +93,3 @@ def dtype() -> torch.dtype:
     from rlhf.engine.precision import compute_dtype
 
     return compute_dtype(EngineOptions(), device())
-
-
-@contextlib.contextmanager
-def timed() -> Iterator[list[float]]:
-    """Yields a list to which the seconds inside are appended, until the device has done its work."""
-    seconds: list[float] = []
-    _synchronize()
-    start = time.perf_counter()
-    yield seconds
-    _synchronize()
-    seconds.append(time.perf_counter() - start)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

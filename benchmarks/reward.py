@@ -77,7 +77,7 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from trl import RewardConfig, RewardTrainer
 
     pipe.mark_baseline()
-    path, dtype = settings["scalar"], trl_trainers.weights_dtype(settings)
+    path, dtype = settings["scalar"], inputs.weights_dtype(settings)
     trainer = trl_trainers.paced(RewardTrainer, lambda batch: len(batch["input_ids"]) // 2)(
         model=AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1),
         args=RewardConfig(**trl_trainers.arguments(settings), max_length=512),

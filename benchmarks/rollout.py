@@ -57,18 +57,8 @@ def prepare(options: Options, folder: Path) -> tuple[dict[str, Any], list[list[i
     return {"prompts": prompts, "sizes": options.prompts, **{name: getattr(options, name) for name in names}}, prompts
 
 
-def padded(rows: list[list[int]], pad: int) -> tuple[Any, Any]:
-    """Left-padded ids and their mask. [B, P] each"""
-    import torch
-
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    return ids, torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-
-
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """The rollout backend on a model as step 3 loads it."""
-    import torch
 
     from rlhf import cpu
     from rlhf.config.options import SamplingOptions
@@ -80,8 +70,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
 
     pipe.mark_baseline()
     tokenizer = inputs.tokenizer(settings["model"])
-    dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
-    lm = load_causal_lm(settings["model"], dtype, len(tokenizer)).to(local_device())
+    lm = load_causal_lm(settings["model"], inputs.weights_dtype(settings), len(tokenizer)).to(local_device())
     if settings["torch_compile"]:
         cpu.compile_layers(lm)
         cpu.round_like_eager()
@@ -89,7 +78,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:
-        prompts = Prompts(*padded(rows, tokenizer.pad_token_id), (Row(()),) * len(rows))
+        prompts = Prompts(*inputs.padded(rows, tokenizer.pad_token_id), (Row(()),) * len(rows))
         draws = uniforms([(0, i) for i in range(len(rows))], length)
         rollout = backend(lm, prompts, SamplingOptions(response_length=length), draws)
         return int(rollout.mask.sum())
@@ -105,14 +94,14 @@ def hf(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from rlhf.distributed.collectives import local_device
 
     pipe.mark_baseline()
-    dtype = torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval().to(local_device())
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=inputs.weights_dtype(settings))
+    model.eval().to(local_device())
     pad = AutoTokenizer.from_pretrained(settings["model"]).pad_token_id
     model.generation_config.eos_token_id = None
 
     @torch.no_grad()
     def generate(rows: list[list[int]], length: int) -> int:
-        ids, mask = (part.to(model.device) for part in padded(rows, pad))
+        ids, mask = (part.to(model.device) for part in inputs.padded(rows, pad))
         sampled = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         rollout = model.generate(ids, attention_mask=mask.long(), max_new_tokens=length, pad_token_id=pad, **sampled)
         return int(rollout.shape[0] * (rollout.shape[1] - ids.shape[1]))

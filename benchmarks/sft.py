@@ -119,7 +119,7 @@ def trl(settings: dict[str, Any], pipe: WorkerPipe, packing: bool = False) -> No
     from trl import SFTConfig, SFTTrainer
 
     pipe.mark_baseline()
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=trl_trainers.weights_dtype(settings))
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=inputs.weights_dtype(settings))
     trainer = trl_trainers.paced(SFTTrainer, count_tokens)(
         model=model,
         args=SFTConfig(

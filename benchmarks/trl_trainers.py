@@ -6,7 +6,7 @@ Only processes with TRL in PYTHONPATH call these functions (benchmarks/peers.py)
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, inputs
 from benchmarks.harness import WARM_UP, WorkerPipe
 
 LEARNING_RATE = 1e-5
@@ -33,13 +33,6 @@ def arguments(settings: dict[str, Any]) -> dict[str, Any]:
         "train_sampling_strategy": "sequential",  # so that any stretch of whole passes has every row once a pass
         **PLAIN,
     }
-
-
-def weights_dtype(settings: dict[str, Any]) -> Any:
-    """The dtype of the weights."""
-    import torch
-
-    return torch.bfloat16 if settings["dtype"] == "bf16" else torch.float32
 
 
 def peft_config(rank: int | None, task: str) -> Any:
@@ -129,13 +122,7 @@ def ppo_models(policy: str, scalar: str, dtype: Any, lora: int | None = None) ->
 
 def prompt_batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, Any]]:
     """The left-padded prompts of every iteration, each [B, P]."""
-    import torch
-
-    batches = []
-    for rows in prompts:
-        width = max(map(len, rows))
-        batches.append({"input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows])})
-    return batches
+    return [{"input_ids": inputs.padded(rows, pad)[0]} for rows in prompts]
 
 
 def prompt_rows(prompts: list[list[list[int]]]) -> Any:

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,7 +21,7 @@ HELD_OUT = {"eval_judge_before": 0.0, "eval_judge": 0.5, "eval_kl": 2.0, "eval_d
 
 
 def cell(variant: str, seed: int, kl: list[float], score: list[float]) -> Cell:
-    return Cell(variant, seed, tuple(kl), tuple(score), tuple(score), HELD_OUT, 1.0)
+    return Cell(variant, seed, 1.0, HELD_OUT, tuple(kl), tuple(score), tuple(score))
 
 
 def lines(variant: str, slopes: list[float], intercept: float = 0.1) -> list[Cell]:
@@ -28,22 +30,35 @@ def lines(variant: str, slopes: list[float], intercept: float = 0.1) -> list[Cel
     return [cell(variant, seed, kl, [intercept + slope * x for x in kl]) for seed, slope in enumerate(slopes)]
 
 
+def test_a_local_line_is_exact_on_a_line() -> None:
+    x = np.array([0.0, 0.3, 1.0, 1.1, 2.5, 3.5, 4.0])
+    for at in (0.0, 0.7, 4.0):
+        assert ablations.local_line(x, 2 - 3 * x, at, 1.2) == pytest.approx(2 - 3 * at)
+
+
+def test_a_wide_local_line_is_that_of_least_squares() -> None:
+    x = np.linspace(0, 1, 30)
+    y = 1 + x + np.random.default_rng(0).normal(size=30)
+    slope, intercept = np.polyfit(x, y, 1)
+    assert ablations.local_line(x, y, 0.25, 1e6) == pytest.approx(intercept + 0.25 * slope)
+
+
 def test_differences_are_paired_by_seed_at_equal_kl() -> None:
     default, other = lines("default", [0.1, 0.2, 0.3]), lines("other", [0.15, 0.3, 0.45])
-    result = ablations.compare(default, [other[2], other[0], other[1]], 2.0, 0.5)  # the order does not matter
+    result = ablations.compare(default, [other[2], other[0], other[1]], 2.0)  # the order does not matter
     assert result.seeds == 3 and result.score == pytest.approx(0.1 + 2 * 0.3) and result.difference is not None
     assert result.difference.mean == pytest.approx(0.2)  # of 0.1, 0.2, 0.3, whose standard deviation is 0.1
     half = (result.difference.high - result.difference.low) / 2
     assert half == pytest.approx(4.303 * 0.1 / math.sqrt(3), rel=0.01)  # t of 2 degrees of freedom, from a table
     assert result.verdict == "equal"
-    assert ablations.compare(default, lines("best", [0.3, 0.4, 0.5]), 2.0, 0.5).verdict == "higher"
-    assert ablations.compare(default, lines("worst", [0.0, 0.1, 0.2]), 2.0, 0.5).verdict == "lower"
+    assert ablations.compare(default, lines("best", [0.3, 0.4, 0.5]), 2.0).verdict == "higher"
+    assert ablations.compare(default, lines("worst", [0.0, 0.1, 0.2]), 2.0).verdict == "lower"
 
 
 def test_a_kl_that_a_run_did_not_reach_is_not_extrapolated() -> None:
     short = cell("short", 0, [0.0, 0.5, 1.0], [0.0, 0.5, 1.0])
-    assert ablations.score_at(short, 1.0, 0.5) == pytest.approx(1.0) and ablations.score_at(short, 2.0, 0.5) is None
-    result = ablations.compare(lines("default", [0.1, 0.2]), [short], 2.0, 0.5)
+    assert ablations.score_at(short, 1.0) == pytest.approx(1.0) and ablations.score_at(short, 2.0) is None
+    result = ablations.compare(lines("default", [0.1, 0.2]), [short], 2.0)
     assert (result.seeds, result.difference, result.verdict) == (0, None, "not reached")
 
 
@@ -117,7 +132,7 @@ def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("step3_ppo.stage.run", stop)
     with pytest.raises(Stopped):
-        cells.run_cell(options, critic, 3)
+        cells.run_cell(options, critic, 3, cells.read_run)
     own, other = (cells.model_directories(options, each, 3)[1] for each in (critic, tokens))
     assert (configs[0].reward_model, configs[0].critic_model) == (str(own), str(other)) and own != other
     old = cells.cell_file(options, critic, 3)
@@ -128,7 +143,9 @@ def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch
         cells.read_variants(str(file))
 
 
-def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: Path) -> None:
+def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = tmp_path / "step3_ppo"
     stage.mkdir()
     (stage / "manifest.json").write_text(json.dumps({"metrics": HELD_OUT}))
@@ -136,11 +153,16 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(tmp_path: 
     rows = [{"kind": "eval"}, {"kind": "train", "skipped_iteration": 1.0}]
     rows += [{"kind": "train", "kl": kl, **row, "score_learned_std": 1.0, "score_vader_std": 1.0} for kl in (0.0, 1.5)]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = cells.read_run("default", 3, stage, 20.0)
-    assert result == Cell("default", 3, (0.0, 1.5), (0.25, 0.25), (2.0, 2.0), HELD_OUT, 20.0)
-    options, variant = cells.CellOptions(output_dir=str(tmp_path), seeds=1), Variant("default", ())
-    cells.write_cell(cells.cell_file(options, variant, 0), result)
-    assert cells.run_grid(options, [variant]) == [result]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("ppo:\n  judge: vader\n")
+    options = cells.CellOptions(recipe=str(recipe), output_dir=str(tmp_path / "out"), seeds=1)
+    variant = Variant("default", ())
+    monkeypatch.setattr("step3_ppo.stage.run", lambda ppo: shutil.copytree(stage, Path(ppo.output_dir) / "step3_ppo"))
+    cells.run_cell(options, variant, 0, cells.read_run)
+    monkeypatch.undo()
+    [result] = cells.run_grid(options, [variant])
+    assert result == replace(cell("default", 0, [0.0, 1.5], [0.25, 0.25]), reward=(2.0, 2.0), seconds=result.seconds)
+    assert not (tmp_path / "out/cells/default").exists() and len(list((tmp_path / "out/cells").iterdir())) == 1
 
 
 def test_a_reader_prefers_by_bradley_terry() -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks import goals, harness, inputs, limits, outcome, peers, random_models, reward, rollout, sft
+from benchmarks import goals, harness, inputs, limits, outcome, peers, reward, rollout, sft, trl_trainers
 from benchmarks.harness import MACHINE, OURS, WARM_UP, Contender, Options, Program
 from rlhf.errors import UserError
 
@@ -198,9 +198,19 @@ def test_the_data_of_a_benchmark_may_be_too_few(tmp_path: Path, monkeypatch: pyt
 
 def test_a_limit_is_measured_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    monkeypatch.setattr(random_models, "_synchronize", lambda: events.append("done"))
+
+    def clock() -> float:
+        events.append("done")
+        return len(events)
+
+    monkeypatch.setattr(harness, "clock", clock)
     assert limits._seconds(lambda: events.append("call"), 0.0) > 0
     assert events == ["call", *["done", "call", "done"] * 3]
+
+
+def test_trl_gets_left_padded_prompts() -> None:
+    result = trl_trainers.prompt_batches([[[5, 6], [7]], [[8]]], pad=0)
+    assert [part["input_ids"].tolist() for part in result] == [[[5, 6], [0, 7]], [[8]]]
 
 
 def test_work_by_hand() -> None:

@@ -81,7 +81,7 @@ def test_a_run_of_tiny_models_has_its_row(tmp_path: Path) -> None:
         results=str(tmp_path / "results"),
     )  # fmt: skip
     harmless.divide(options)
-    for member in range(options.members):
+    for member in range(harmless.MEMBERS):
         harmless.train_gold(options, member)
     harmless.join_gold(options)
     members = [load_file(options.folder / f"gold-{i}/step2_reward/model/model.safetensors") for i in (0, 1)]
