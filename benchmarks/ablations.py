@@ -91,17 +91,15 @@ def compare(default: Sequence[Cell], variant: Sequence[Cell], kl: float) -> Comp
 
 def table(runs: Mapping[str, Sequence[Cell]], options: Options) -> list[str]:
     """Markdown: each variant's end and its score at each KL; the difference and the seeds compared in brackets."""
-    heads = [f"at {kl:g} nats" for kl in options.kl]
-    lines = [f"| variant | {' | '.join(heads)} | end: true score | KL | distinct-2 | CPU s |"]
-    lines.append("|---" * (len(heads) + 5) + "|")
-    default = next(iter(runs.values()))
+    head = ["variant", *(f"at {kl:g} nats" for kl in options.kl), "end: true score", "KL", "distinct-2", "CPU s"]
+    default, lines = next(iter(runs.values())), []
     for name, cells in runs.items():
         columns = [_entry(compare(default, cells, kl), cells is default) for kl in options.kl]
         end, kl = (fmean(fmean(getattr(cell, column)[-LAST:]) for cell in cells) for column in ("score", "kl"))
         distinct = fmean(cell.metrics["eval_distinct_2"] for cell in cells)
         seconds = fmean(cell.seconds for cell in cells)
-        lines.append(f"| {name} | {' | '.join(columns)} | {end:.3f} | {kl:.2f} | {distinct:.2f} | {seconds:.0f} |")
-    return lines
+        lines.append([name, *columns, f"{end:.3f}", f"{kl:.2f}", f"{distinct:.2f}", f"{seconds:.0f}"])
+    return page.table(head, lines)
 
 
 def _entry(comparison: Comparison, is_default: bool) -> str:

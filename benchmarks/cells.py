@@ -30,8 +30,6 @@ class CellOptions(JobOptions):
 
     recipe: str = str(ROOT / "configs" / "recipes" / "stories260k-sentiment-cpu.yaml")
     """YAML file of a chain with a judge"""
-    options: str = ""
-    """more options of train.py for all runs, as one word: "--actor-model DIR --reward-model DIR" """
     seeds: int = Field(8, ge=1)
     """seeds 0, 1, ...: of the models, the rows they learn from, and the sampling"""
     variants: str = str(ROOT / "benchmarks" / "variants" / "stories.yaml")
@@ -41,15 +39,10 @@ class CellOptions(JobOptions):
     name: str = "ablations"
     """name of the report's files"""
 
-    @property
-    def words(self) -> list[str]:
-        """The words of train.py's command line that all runs share."""
-        return ["--config", self.recipe, *shlex.split(self.options)]
-
     def digest(self, *words: str) -> str:
-        """Of the recipe's text, the options of all runs, and these words."""
+        """Of the recipe's text and these words."""
         recipe = Path(self.recipe).read_text(encoding="utf-8")
-        return hashlib.sha256(repr((recipe, self.options, words)).encode()).hexdigest()[:8]
+        return hashlib.sha256(repr((recipe, words)).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +136,7 @@ def train_model(options: CellOptions, variant: Variant, seed: int, directory: Pa
     from step2_reward.stage import REWARD_MODELLING
 
     seeds = ("--seed", str(seed), "--data-seed", str(seed), "--output-dir", str(directory.parent))
-    chain = resolve_chain([*options.words, *seeds, *variant.words_but("ppo")])
+    chain = resolve_chain(["--config", options.recipe, *seeds, *variant.words_but("ppo")])
     if directory.name == "step1_sft":
         FINE_TUNING.run(chain.sft)
     else:
@@ -156,7 +149,7 @@ def step3_options(options: CellOptions, variant: Variant, seed: int) -> Any:
     sft, reward = model_directories(options, variant, seed)
     seeds = ("--seed", str(seed), "--data-seed", str(seed), "--output-dir", str(directory))
     models = {f"{{{other.name}}}": str(model_directories(options, other, seed)[1]) for other in variant.named}
-    ppo = resolve_chain([*options.words, *seeds, *(models.get(word, word) for word in variant.words)]).ppo
+    ppo = resolve_chain(["--config", options.recipe, *seeds, *(models.get(word, word) for word in variant.words)]).ppo
     if ppo.judge is None:
         raise UserError(f"{options.recipe}: got no judge, expected one such as ppo.judge vader")
     changes = {

@@ -141,16 +141,15 @@ def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, f
 
 def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     """Markdown: the mean of each number over the seeds; of the efficiencies with its interval."""
-    heads = ["variant", "seeds", "KL", "score", "judge", "worth the best of", "by the judge", "efficiency"]
-    heads += ["by the judge", *(f"at {nats} nats" for nats in NATS), "CPU s"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    head = ["variant", "seeds", "KL", "score", "judge", "worth the best of", "by the judge", "efficiency"]
+    head += ["by the judge", *(f"at {nats} nats" for nats in NATS), "CPU s"]
+    lines = []
     for name, own in runs.items():
         columns = {key: [cell.metrics[key] for cell in own] for key in NUMBERS}
         means = [f"{fmean(columns[key]):.{digits}f}" for key, digits in zip(NUMBERS, (2, 3, 3, 1, 1), strict=False)]
         shares = [page.mean_text([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
-        seconds = f"{fmean(cell.seconds for cell in own):.0f}"
-        lines.append(f"| {' | '.join([name, str(len(own)), *means, *shares, seconds])} |")
-    return lines
+        lines.append([name, len(own), *means, *shares, f"{fmean(cell.seconds for cell in own):.0f}"])
+    return page.table(head, lines)
 
 
 def plot(axes: Any, runs: Mapping[str, Sequence[Cell]], responses: Mapping[int, Mapping[str, torch.Tensor]]) -> None:

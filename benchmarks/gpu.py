@@ -60,6 +60,7 @@ def train(options: Options, results: Results) -> None:
     from rlhf.engine.training import Engine
     from rlhf.models.load import load_causal_lm
     from rlhf.models.policy import Policy
+    from rlhf.plan import sizes
     from rlhf.plan.cost import forward_flops
     from rlhf.plan.machine import known_gpu
     from step1_sft import stage
@@ -67,11 +68,11 @@ def train(options: Options, results: Results) -> None:
 
     rows, tokens, micro = (4, 16, 2) if options.tiny else (64, 512, 8)
     actor, _ = random_models.models(options.tiny, Path(options.work))
-    ids, size = random_models.vocabulary(actor), random_models.size(actor)
+    ids, size = random_models.vocabulary(actor), sizes.size(actor, "lm")
     flops = 3 * forward_flops(size, rows, tokens, tokens - 1)
     gpu = known_gpu()
     square = (256, 256, 256) if options.tiny else (8192, 8192, 8192)
-    peak = gpu.flops if gpu is not None else product_rate(square, random_models.dtype(), random_models.device())
+    peak = gpu.flops if gpu is not None else product_rate(square, random_models.dtype(), collectives.local_device())
     results.add(peak_tflops=peak / 1e12, published=gpu is not None, tokens_of_a_step=rows * tokens)
     for compiled in (False, True):
         config = SFTConfig(batch_size=rows, micro_batch_size=micro, num_train_epochs=1000, torch_compile=compiled)

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import random_models
+from benchmarks import inputs, random_models
 from benchmarks.gpu_part import Options, Results, median
 from benchmarks.harness import clock
 from benchmarks.limits import product_rate, read_rate
+from rlhf.distributed.collectives import local_device
 
 
 def rates(options: Options, results: Results) -> None:
@@ -19,7 +20,7 @@ def rates(options: Options, results: Results) -> None:
     from rlhf.models import variable_length
     from rlhf.types import to_device
 
-    device, dtype = random_models.device(), random_models.dtype()
+    device, dtype = local_device(), random_models.dtype()
     memory = torch.ones(2**20 if options.tiny else 2**30, device=device)
     square = (256, 256, 256) if options.tiny else (8192, 8192, 8192)
     results.add(read_gb_per_s=read_rate(memory) / 1e9, product_tflops=product_rate(square, dtype, device) / 1e12)
@@ -48,14 +49,15 @@ def decode(options: Options, results: Results) -> None:
     from rlhf.generation import open_backend
     from rlhf.maths.uniforms import uniforms
     from rlhf.models.load import load_causal_lm
+    from rlhf.plan import sizes
 
-    device, (actor, _) = random_models.device(), random_models.models(options.tiny, Path(options.work))
-    ids, size = random_models.vocabulary(actor), random_models.size(actor)
+    device, (actor, _) = local_device(), random_models.models(options.tiny, Path(options.work))
+    ids, size = random_models.vocabulary(actor), sizes.size(actor, "lm")
     lm = load_causal_lm(actor, random_models.dtype(), ids).to(device)
     width = next(lm.parameters()).element_size()
     bandwidth = read_rate(torch.ones(2**20 if options.tiny else 2**30, device=device))
     results.add(read_gb_per_s=bandwidth / 1e9, model=Path(actor).name, dtype=str(random_models.dtype()))
-    backend, (prompt, response) = open_backend("loop", eos_token_id=-1, pad_token_id=0), options.lengths
+    backend, (prompt, response) = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=0), options.lengths
 
     def sample(rows: int, length: int) -> Tensor:
         draws = uniforms([(0, i) for i in range(rows)], length)
@@ -86,7 +88,7 @@ def determinism(options: Options, results: Results) -> None:
 
     actor, _ = random_models.models(options.tiny, Path(options.work))
     ids = random_models.vocabulary(actor)
-    policy = Policy(load_causal_lm(actor, random_models.dtype(), ids)).to(random_models.device())
+    policy = Policy(load_causal_lm(actor, random_models.dtype(), ids)).to(local_device())
     rows, length = (2, 16) if options.tiny else (8, sum(options.lengths))
     mask = torch.ones(rows, length, dtype=torch.bool)
     batch: Any = Sequences(torch.randint(4, ids, (rows, length)), mask, mask & (torch.arange(length) > 0))

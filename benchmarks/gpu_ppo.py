@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import random_models
+from benchmarks import inputs, random_models
 from benchmarks.gpu_part import Options, Results
 from benchmarks.harness import clock
 
@@ -106,7 +106,7 @@ def opened(options: Options) -> Iterator[Iterations]:
     config, actor, reward = configured(options)
     with collectives.process_group(config.timeout_s):
         learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"))
-        endless = open_backend("loop", eos_token_id=-1, pad_token_id=0)
+        endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=0)
         yield Iterations(replace(learner, backend=endless), actor, reward)
 
 

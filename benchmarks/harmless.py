@@ -231,16 +231,16 @@ def table(rows: Sequence[Sequence[Any]], accuracy: float, pairs: int, prompts: i
         "seed", f"reward model's accuracy ({pairs} pairs)", "correlation with gold", "KL, nats", "gain by gold",
         f"win rate by gold ({prompts} prompts)", "at equal length", "tokens", "distinct-2 of SFT's", "minutes",
     )  # fmt: skip
-    lines = [f"| {' | '.join(shown)} |", "|" + "---|" * len(shown)]
+    lines: list[Sequence[Any]] = []
     for seed, right, same, kl, gain, low, high, wins, fewest, most, equal, before, after, distinct, minutes in rows:
         tokens = f"{float(before):.0f} → {float(after):.0f}"
-        cells = (seed, right, same, kl, f"{gain} [{low}, {high}]", f"{wins} [{fewest}, {most}]", equal, tokens)
-        lines.append("| " + " | ".join(map(str, (*cells, distinct, minutes))) + " |")
+        intervals = f"{gain} [{low}, {high}]", f"{wins} [{fewest}, {most}]"
+        lines.append((seed, right, same, kl, *intervals, equal, tokens, distinct, minutes))
     if len(rows) > 1:
         means = {name: mean_text([float(row[COLUMNS.index(name)]) for row in rows]) for name in COLUMNS[1:]}
         names = ("reward model", "correlation", "kl", "gain", "win rate", "win rate at equal length")
-        lines.append("| mean | " + " | ".join(means[name] for name in names) + f" | | {means['distinct-2']} | |")
-    return [*lines, f"| gold | {accuracy:.3f} | 1 |" + " |" * 7]
+        lines.append(("mean", *(means[name] for name in names), "", means["distinct-2"], ""))
+    return page.table(shown, [*lines, ("gold", f"{accuracy:.3f}", 1, *[""] * 7)])
 
 
 def main() -> int:

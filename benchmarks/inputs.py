@@ -12,6 +12,8 @@ from typing import Any
 from benchmarks.harness import Options
 from rlhf.errors import UserError
 
+NO_TOKEN = -1
+"""an id that no token has: no response ends early"""
 SPLIT = {"sft": (1, 0, 0), "reward": (0, 1, 0), "ppo": (0, 0, 1)}
 
 

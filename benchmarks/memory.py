@@ -28,6 +28,7 @@ from rlhf import errors
 from rlhf.config import Config, parser
 from rlhf.errors import UserError
 
+RESULTS = outcome.RESULTS / "memory.json"
 TARGET = 0.15
 """maximal relative error of the plan"""
 STAGE = "step1_sft"
@@ -54,7 +55,7 @@ class Options(Config):
     """numbers of processes"""
     settings: tuple[int, ...] = Field(tuple(range(len(SETTINGS))), min_length=1)
     """numbers of the settings, in the order of SETTINGS"""
-    output: str = str(outcome.RESULTS / "memory.json")
+    output: str = str(RESULTS)
     """JSON file, written after each run"""
 
 

@@ -18,6 +18,12 @@ def mean_text(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
     return f"{interval.mean:{sign}.{digits}f} ± {interval.half_width:.{digits}f}"
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = (f"| {' | '.join(map(str, row))} |" for row in rows)
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines]
+
+
 def write(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]], table: Sequence[str]) -> None:
     """Write `path`.csv, and the Markdown table into `path`.md in the place of its first one; print the table."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,6 @@ from rlhf import errors
 
 PEER = "TRL"
 PARTS = ("generate", "score", "update", "record")
-NO_TOKEN = -1
-"""an id that no token has: no response ends early"""
 UNLIMITED = 10**4
 """iterations: a contender works until no more work is requested"""
 
@@ -95,7 +93,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     with collectives.process_group(config.timeout_s):
         pipe.mark_baseline()
         tokenizer, data = open_data(config, str(config.actor_model))
-        endless = open_backend("loop", eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
+        endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
         learner = replace(set_up(config, tokenizer), backend=endless)
         schedule = Schedule(len(data.train), config)
         steps = stage.observe(stage.train(learner, data.train, schedule), learner)

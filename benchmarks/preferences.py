@@ -254,18 +254,16 @@ def table(models: Mapping[tuple[str, int], Mapping[int, Scored]]) -> list[str]:
     """Markdown; models: (variant, pairs) -> seed -> scores."""
     some = next(iter(next(iter(models.values())).values()))
     names = [*some, ALL]
-    heads = " | ".join(f"{name} ({len(gaps(some, name, 'lengths'))})" for name in names)
-    lines = [f"| reward model | pairs | seeds | {heads} | minus `{HERE}`, paired | all seeds joined |"]
-    lines.append("|" + "---|" * (len(names) + 5))
-    longer = " | ".join(f"{accuracy(some, name, 'lengths'):.3f}" for name in names)
-    lines.append(f"| the longer response | | | {longer} | | |")
+    head = ["reward model", "pairs", "seeds", *(f"{name} ({len(gaps(some, name, 'lengths'))})" for name in names)]
+    longer = [f"{accuracy(some, name, 'lengths'):.3f}" for name in names]
+    lines: list[list[Any]] = [["the longer response", "", "", *longer, "", ""]]
     for (variant, pairs), by_seed in models.items():
         columns = [page.mean_text([accuracy(scored, name) for scored in by_seed.values()]) for name in names]
         default = {} if variant == HERE else models.get((HERE, pairs), {})
         both = [accuracy(by_seed[seed], ALL) - accuracy(default[seed], ALL) for seed in by_seed if seed in default]
         columns += [page.mean_text(both, sign="+"), f"{joint_accuracy(list(by_seed.values())):.3f}"]
-        lines.append(f"| {variant} | {pairs} | {len(by_seed)} | {' | '.join(columns)} |")
-    return lines
+        lines.append([variant, pairs, len(by_seed), *columns])
+    return page.table([*head, f"minus `{HERE}`, paired", "all seeds joined"], lines)
 
 
 def report(options: Options) -> None:

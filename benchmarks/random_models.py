@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rlhf.distributed.collectives import local_device
+
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "word_embed_proj_dim": 64}
 ACTOR, REWARD = "opt-1.3b", "opt-350m"
 
@@ -45,17 +47,10 @@ def _save(auto: Any, description: Path, folder: Path) -> None:
     config = load_config(str(description))
     config.num_labels = 1
     torch.manual_seed(0)
-    with device():
+    with local_device():
         model = auto.from_config(config)
     load_tokenizer(str(description)).save_pretrained(folder)
     model.to(dtype()).save_pretrained(folder)
-
-
-def size(path: str) -> Any:
-    """Numbers of weights of a language model."""
-    from rlhf.plan import sizes
-
-    return sizes.size(path, "lm")
 
 
 def vocabulary(path: str) -> int:
@@ -81,15 +76,9 @@ def prompts(count: int, tokens: int, ids: int) -> Any:
     return prompt_batch(prompt_items(count, tokens, ids), 0)
 
 
-def device() -> torch.device:
-    from rlhf.distributed.collectives import local_device
-
-    return local_device()
-
-
 def dtype() -> torch.dtype:
     """The compute dtype of this device."""
     from rlhf.config.options import EngineOptions
     from rlhf.engine.precision import compute_dtype
 
-    return compute_dtype(EngineOptions(), device())
+    return compute_dtype(EngineOptions(), local_device())

@@ -33,8 +33,6 @@ ENGINE_VARIABLES = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-NO_TOKEN = -1
-"""an id that no token has: no response ends early"""
 
 
 class Options(harness.Options):
@@ -75,7 +73,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         cpu.compile_layers(lm)
         cpu.round_like_eager()
     cpu.keep_freed_memory()  # as after the first training step
-    backend = loop.build(loop.Config(eos_token_id=NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
+    backend = loop.build(loop.Config(eos_token_id=inputs.NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:
         prompts = Prompts(*inputs.padded(rows, tokenizer.pad_token_id), (Row(()),) * len(rows))

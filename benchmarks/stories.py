@@ -119,11 +119,9 @@ def prefers_first(first: float, second: float, beta: float, uniform: float) -> b
 
 @functools.cache
 def vader() -> Callable[[str], float]:
-    """VADER's compound score of a response, in [-1, 1]. Raises: UserError without the package."""
-    try:
-        from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-    except ModuleNotFoundError:
-        raise UserError("benchmarks.stories: vaderSentiment is not installed; pip install vaderSentiment") from None
+    """VADER's compound score of a response, in [-1, 1]."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
     analyzer = SentimentIntensityAnalyzer()
     return lambda response: float(analyzer.polarity_scores(response)["compound"])
 

@@ -62,7 +62,7 @@ def test_the_table_by_hand() -> None:
         for seed, wins in ((0, "0.600"), (1, "0.700"))
     ]
     head, _, one, _, mean, gold = harmless.table(rows, 0.625, 40, 12)
-    assert "accuracy (40 pairs)" in head and "(12 prompts)" in head and gold.startswith("| gold | 0.625 | 1 | |")
+    assert "accuracy (40 pairs)" in head and "(12 prompts)" in head and gold.startswith("| gold | 0.625 | 1 |  |")
     assert head.count("|") == one.count("|") == mean.count("|") == gold.count("|")
     cells = [cell.strip() for cell in one.strip("|").split("|")]
     assert len(cells) == head.count("|") - 1 and cells[5:8] == ["0.600 [0.500, 0.500]", "0.500", "20 → 19"]

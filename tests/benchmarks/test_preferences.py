@@ -55,7 +55,7 @@ def test_table() -> None:
     }
     head, _, longer, here, trl = preferences.table(models)
     assert head.startswith("| reward model | pairs | seeds | a (4) | b (4) | all (8) |")
-    assert longer == "| the longer response | | | 0.500 | 1.000 | 0.750 | | |"
+    assert longer == "| the longer response |  |  | 0.500 | 1.000 | 0.750 |  |  |"
     t = intervals.student_t(1)  # and half the range of two numbers is s / sqrt(2)
     columns = [f"{mean:.3f} ± {t * half:.3f}" for mean, half in ((0.75, 0.25), (0.8125, 0.0625), (0.78125, 0.15625))]
     assert here.startswith(f"| here | 256 | 2 | {' | '.join(columns)} |  | ")
