@@ -43,7 +43,6 @@ class Options(CellOptions):
 class Comparison:
     """A variant beside the default at one KL, over the seeds in which both reached it."""
 
-    kl: float
     seeds: int
     score: float
     """mean of the variant"""
@@ -86,7 +85,7 @@ def compare(default: Sequence[Cell], variant: Sequence[Cell], kl: float) -> Comp
     ]
     differences = torch.tensor([own - other for own, other in both], dtype=torch.float64)
     interval = mean_interval(differences) if len(both) > 1 else None
-    return Comparison(kl, len(both), fmean(own for own, _ in both) if both else float("nan"), interval)
+    return Comparison(len(both), fmean(own for own, _ in both) if both else float("nan"), interval)
 
 
 def table(runs: Mapping[str, Sequence[Cell]], options: Options) -> list[str]:

@@ -137,7 +137,6 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
     """(PPOTrainer, tokenizer). All computation is in the dtype of the weights."""
     from peft import inject_adapter_in_model
     from transformers import AutoTokenizer
-    from trl.experimental.ppo import PPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(s["scalar"], padding_side="left")
     models = trl_trainers.ppo_models(s["model"], s["scalar"], inputs.weights_dtype(s), s["lora"])
@@ -151,12 +150,8 @@ def ppo_trainer(s: dict[str, Any]) -> tuple[Any, Any]:
         local_rollout_forward_batch_size=s["batch_size"], num_mini_batches=1, num_ppo_epochs=1, temperature=1.0,
         learning_rate=1e-6, lr_scheduler_type="constant",
     )  # fmt: skip
-    rows = trl_trainers.prompt_rows(s["prompts"])
-    trainer = PPOTrainer(
-        args=arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=rows,
-        peft_config=trl_trainers.peft_config(s["lora"], "CAUSAL_LM"), **models,
-    )  # fmt: skip
-    return trainer, tokenizer
+    models |= {"peft_config": trl_trainers.peft_config(s["lora"], "CAUSAL_LM")}
+    return trl_trainers.ppo_trainer(arguments, tokenizer, s["prompts"], **models), tokenizer
 
 
 def needed_flop(options: Options, prompts: list[list[int]]) -> float:

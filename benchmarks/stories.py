@@ -20,7 +20,6 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,39 +62,32 @@ class Options(Config):
     """how well the reader sees a difference of true scores; large: no noise"""
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The language model that writes the world."""
+def continuations(options: Options, prompts: Sequence[str], tokens: int, stream: int) -> list[str]:
+    """The text of `tokens` tokens that the base writes after each prompt. stream: which of the seed's random streams"""
+    import torch
 
-    model: str
-    seed: int
+    from rlhf.config.options import PromptFileOptions
+    from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer
+    from rlhf.generation import loop
+    from rlhf.hub.short_names import resolve
+    from rlhf.text.dialogues import Template
+    from rlhf.types import Message, Row
 
-    def continuations(self, prompts: Sequence[str], tokens: int, stream: int) -> list[str]:
-        """The text of `tokens` tokens after each prompt. stream: which of the seed's random streams."""
-        import torch
-
-        from rlhf.config.options import PromptFileOptions
-        from rlhf.evaluation.batch_generation import PromptSet, common_tokenizer
-        from rlhf.generation import loop
-        from rlhf.hub.short_names import resolve
-        from rlhf.text.dialogues import Template
-        from rlhf.types import Message, Row
-
-        path = resolve(self.model)
-        tokenizer = common_tokenizer([path], "plain")
-        rows = tuple(Row((Message("user", prompt),)) for prompt in prompts)
-        options = PromptFileOptions(seed=self.seed, response_length=tokens, dtype="fp32", rollout_batch_size=256)
-        template, eos = Template(tokenizer), tokenizer.eos_token_id
-        prompt_set = PromptSet(options, tokenizer, rows, tuple(template.prompt_ids_many(rows)))
-        lm = prompt_set.load(path).double().lm
-        config = loop.Config(eos_token_id=eos, pad_token_id=eos)
-        texts: list[str] = []
-        for batch, uniforms in prompt_set.batches(stream):
-            sampled = torch.full((len(batch), tokens), eos)
-            for t, step in enumerate(loop.steps(lm, batch, options, uniforms, config)):
-                sampled[:, t] = step.tokens
-            texts += map(template.response_text, sampled.tolist())
-        return texts
+    path = resolve(options.model)
+    tokenizer = common_tokenizer([path], "plain")
+    rows = tuple(Row((Message("user", prompt),)) for prompt in prompts)
+    sampling = PromptFileOptions(seed=options.seed, response_length=tokens, dtype="fp32", rollout_batch_size=256)
+    template, eos = Template(tokenizer), tokenizer.eos_token_id
+    prompt_set = PromptSet(sampling, tokenizer, rows, tuple(template.prompt_ids_many(rows)))
+    lm = prompt_set.load(path).double().lm
+    config = loop.Config(eos_token_id=eos, pad_token_id=eos)
+    texts: list[str] = []
+    for batch, uniforms in prompt_set.batches(stream):
+        sampled = torch.full((len(batch), tokens), eos)
+        for t, step in enumerate(loop.steps(lm, batch, sampling, uniforms, config)):
+            sampled[:, t] = step.tokens
+        texts += map(template.response_text, sampled.tolist())
+    return texts
 
 
 def whole_sentences(text: str, words: int) -> str | None:
@@ -144,8 +136,7 @@ def pairs(prompts: Sequence[str], sides: Sequence[Sequence[str | None]], options
 
 def make(options: Options) -> dict[str, list[dict[str, Any]]]:
     """The rows of each file, by its name. Raises: UserError if the base has written too few openings."""
-    base = Base(options.model, options.seed)
-    texts = base.continuations([""] * options.stories, 5 * options.opening_words // 2, STORIES)
+    texts = continuations(options, [""] * options.stories, 5 * options.opening_words // 2, STORIES)
     starts = openings(texts, options.opening_words)
     if len(starts) <= options.sft + options.prompts:
         raise UserError(
@@ -156,7 +147,7 @@ def make(options: Options) -> dict[str, list[dict[str, Any]]]:
     compared = starts[options.sft + options.prompts :]
 
     def responses(prompts: Sequence[str], stream: int) -> list[str | None]:
-        texts = base.continuations(prompts, options.response_tokens, stream)
+        texts = continuations(options, prompts, options.response_tokens, stream)
         return [whole_sentences(text, options.response_words) for text in texts]
 
     demonstrations = zip(sft, responses(sft, RESPONSES), strict=True)
@@ -168,18 +159,15 @@ def make(options: Options) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def write(options: Options) -> None:
+def main() -> int:
     """Write the files, one line printed for each."""
+    options = parser.parse(Options, sys.argv[1:], "python -m benchmarks.stories", "Data of the world of stories.")
     directory = Path(options.output_dir)
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in make(options).items():
         path = directory / f"{name}.jsonl"
         disk.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(rows)} rows")
-
-
-def main() -> int:
-    write(parser.parse(Options, sys.argv[1:], "python -m benchmarks.stories", "Data of the world of stories."))
     return 0
 
 

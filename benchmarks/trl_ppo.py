@@ -82,7 +82,6 @@ def trainer_of(s: dict[str, Any]) -> tuple[Any, Any]:
     """(PPOTrainer, tokenizer). The optimizer is AdamW with the learning rates of actor and critic, iteration by
     iteration. PPOTrainer does not clip gradients, and changes the rate only between iterations."""
     from transformers import AutoTokenizer
-    from trl.experimental.ppo import PPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(s["actor_model"], padding_side="left")
     models = trl_trainers.ppo_models(s["actor_model"], s["reward_model"], torch.float32)
@@ -99,11 +98,7 @@ def trainer_of(s: dict[str, Any]) -> tuple[Any, Any]:
         total_episodes=s["batch_size"] * len(s["prompts"]), stop_token="eos", logging_steps=1,
         local_rollout_forward_batch_size=s["rollout_batch_size"],
     )  # fmt: skip
-    rows = trl_trainers.prompt_rows(s["prompts"])
-    trainer = PPOTrainer(
-        args=arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=rows,
-        optimizers=(optimizer, schedule), **models,
-    )  # fmt: skip
+    trainer = trl_trainers.ppo_trainer(arguments, tokenizer, s["prompts"], optimizers=(optimizer, schedule), **models)
     trainer.dataloader = trl_trainers.prompt_batches(s["prompts"], tokenizer.pad_token_id)
     return trainer, tokenizer
 

@@ -125,8 +125,10 @@ def prompt_batches(prompts: list[list[list[int]]], pad: int) -> list[dict[str, A
     return [{"input_ids": inputs.padded(rows, pad)[0]} for rows in prompts]
 
 
-def prompt_rows(prompts: list[list[list[int]]]) -> Any:
-    """All prompts as a dataset, which PPOTrainer counts."""
+def ppo_trainer(arguments: Any, tokenizer: Any, prompts: list[list[list[int]]], **more: Any) -> Any:
+    """PPOTrainer, which counts the rows of all prompts; its data loader is still to be replaced."""
     from datasets import Dataset
+    from trl.experimental.ppo import PPOTrainer
 
-    return Dataset.from_list([{"input_ids": ids} for part in prompts for ids in part])
+    rows = Dataset.from_list([{"input_ids": ids} for part in prompts for ids in part])
+    return PPOTrainer(args=arguments, processing_class=tokenizer, train_dataset=rows, eval_dataset=rows, **more)

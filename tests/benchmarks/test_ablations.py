@@ -21,7 +21,7 @@ HELD_OUT = {"eval_judge_before": 0.0, "eval_judge": 0.5, "eval_kl": 2.0, "eval_d
 
 
 def cell(variant: str, seed: int, kl: list[float], score: list[float]) -> Cell:
-    return Cell(variant, seed, 1.0, HELD_OUT, tuple(kl), tuple(score), tuple(score))
+    return Cell(variant, seed, 1.0, HELD_OUT, tuple(kl), tuple(score))
 
 
 def lines(variant: str, slopes: list[float], intercept: float = 0.1) -> list[Cell]:
@@ -109,9 +109,6 @@ def test_variants_share_the_models_that_they_do_not_change(tmp_path: Path) -> No
     recipe.write_text("ppo:\n  judge: vader\n  lam: 1\n")
     after = {cells.cell_file(options, each, seed) for each in variants.values() for seed in (0, 1)}
     assert len(before) == len(after) == 6 and not before & after, "a changed recipe makes new cells"
-    file.write_text("wrong: lam 1\n")
-    with pytest.raises(UserError, match="wrong: got 'lam', expected options"):
-        cells.read_variants(str(file))
 
 
 def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +135,6 @@ def test_a_variant_names_the_reward_model_of_another(tmp_path: Path, monkeypatch
     old = cells.cell_file(options, critic, 3)
     file.write_text("every token: --reward.objective every_token,token_coef=2\n" + line)
     assert cells.cell_file(options, cells.read_variants(str(file))[1], 3) != old, "the other model is another"
-    file.write_text(line)
-    with pytest.raises(UserError, match=r"critic of it: got '\{every token\}', expected a name of the file"):
-        cells.read_variants(str(file))
 
 
 def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(
@@ -161,7 +155,7 @@ def test_a_cell_is_read_from_a_run_and_a_finished_one_is_not_repeated(
     cells.run_cell(options, variant, 0, cells.read_run)
     monkeypatch.undo()
     [result] = cells.run_grid(options, [variant])
-    assert result == replace(cell("default", 0, [0.0, 1.5], [0.25, 0.25]), reward=(2.0, 2.0), seconds=result.seconds)
+    assert result == replace(cell("default", 0, [0.0, 1.5], [0.25, 0.25]), seconds=result.seconds)
     assert not (tmp_path / "out/cells/default").exists() and len(list((tmp_path / "out/cells").iterdir())) == 1
 
 
