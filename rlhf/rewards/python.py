@@ -56,13 +56,17 @@ def build(config: Config, context: Context) -> Source:
             for name, column in all_columns.items()
             if name not in own and (takes_any_column or name in parameters)
         }
-        values = _call(config.function, function, samples, columns)
+        values, numbers = _call(config.function, function, samples, columns), list[float]()
         try:
-            return torch.tensor([float(value) for value in values], device=context.device)
+            for value in values:
+                numbers.append(float(value))
         except (TypeError, ValueError, OverflowError) as error:
+            is_list = isinstance(values, list | tuple) and len(numbers) < len(samples.responses)
+            place = f" for response {samples.responses[len(numbers)][:80]!r}" if is_list else ""
             raise UserError(
-                f"reward '{config.function}': got {type(values).__name__}, expected a list of numbers ({error})"
+                f"reward '{config.function}': got {type(values).__name__}, expected a list of numbers ({error}{place})"
             ) from None
+        return torch.tensor(numbers, device=context.device)
 
     return score
 

@@ -162,6 +162,13 @@ def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, message:
     assert message in str(caught.value) and "mine.py" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_score_that_is_none_names_its_response(tmp_path: Path) -> None:
+    s = samples(rollout())
+    with pytest.raises(UserError) as caught:
+        score_by(tmp_path, "def score(p, r): return [1, 2, None]", s)
+    assert f"not 'NoneType' for response {s.responses[2][:80]!r})" in str(caught.value)
+
+
 def test_a_score_that_is_not_finite_names_its_prompt_and_response(tmp_path: Path) -> None:
     s = samples(rollout())
     with pytest.raises(UserError) as caught:
