@@ -14,9 +14,9 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,44 +45,73 @@ def possible() -> bool:
     return _TASKS.is_dir() and _threads() <= _of_imports.get() and torch is not None and torch.cuda.device_count() == 0
 
 
-class Fork(ForkProcess):
-    """A child process that runs the program of a module, in its own session; a child of a group, as a Popen is."""
+class Fork:
+    """A child process that runs the program of a module, in its own session; as much of Popen as a group needs."""
 
     def __init__(self, module: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        super().__init__(name=module)
-        self._argv, self._environment = argv, environment
-        self._signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # otherwise both processes write what is buffered
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         gc.freeze()  # objects that are not visited share their memory
+        self._code: int | None = None
         try:
-            self.start()
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become(module, argv, environment, signals)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
     def poll(self) -> int | None:
         """The exit code, below 0 a signal; None while it runs."""
-        return self.exitcode
+        return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
-        self.join()
-        return self.exitcode
+        return self._wait(0)
 
-    def run(self) -> NoReturn:
-        """In the child. No function of atexit that belongs to the parent runs here."""
+    def _wait(self, options: int) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+
+def _become(module: str, argv: Sequence[str], environment: Mapping[str, str], signals: set[int]) -> NoReturn:
+    """In the child: run the program with these signals blocked, and end the process. No `finally` block and no function
+    of atexit that belongs to the parent runs here."""
+    code = 1
+    try:
         os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.clear()
-        os.environ.update(self._environment)
+        os.environ.update(environment)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         atexit._clear()
-        paths = self._environment["PYTHONPATH"].split(os.pathsep)
+        paths = environment["PYTHONPATH"].split(os.pathsep)
         own = sys.path[0 if sys.flags.safe_path else 1 :]  # without -P the first one is the directory of the script
         sys.path[:] = dict.fromkeys([*paths, *own])
-        try:
-            sys.exit(importlib.import_module(f"{self.name}.__main__").main(self._argv))
-        finally:
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            atexit._run_exitfuncs()
+        code = _run(module, argv)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _run(module: str, argv: Sequence[str]) -> int:
+    """Call the program of `python -m module` with these words. Returns the exit code."""
+    try:
+        return int(importlib.import_module(f"{module}.__main__").main(argv))
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+            return 1
+        return leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
