@@ -127,7 +127,8 @@ def describe_critic(option: str | None, models: Step3Config) -> str | None:
     """A line for the user: what `choose_critic` has chosen, which is `models.critic_model`, and why; without a critic,
     which options of one have no effect. None: nothing to say."""
     if not needs_critic(models):
-        changed = {name: getattr(models, name) for name in ("critic_model", "critic_learning_rate")}
+        rate = ("critic_learning_rate",) if models.adapter is None else ()  # an adapter has its own
+        changed = {name: getattr(models, name) for name in ("critic_model", *rate)}
         names = [f"{k} {v}" for k, v in changed.items() if v != Step3Config.model_fields[k].default]
         return f"without effect, because {models.algorithm} has no critic: {', '.join(names)}" if names else None
     source = f"'{models.critic_model}'"

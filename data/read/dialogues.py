@@ -120,7 +120,7 @@ def join_prompt(record: Record, column: str, before: tuple[Message, ...], locati
     """The prompt in a column, followed by those messages `before` the response that do not repeat it.
 
     A system message counts as repeated, also where only one of the two has it: that of the prompt comes first.
-    Raises: UserError if the prompt is text that no user turn of a whole dialogue repeats; Unusable.
+    Raises: UserError if the prompt is text that no turn of a whole dialogue repeats; Unusable.
     """
     prompt = read_prompt(record, column, location)
     if not before:
@@ -128,9 +128,9 @@ def join_prompt(record: Record, column: str, before: tuple[Message, ...], locati
     (system, turns), (system_before, turns_before) = _divide_system(prompt), _divide_system(before)
     begins = bool(turns_before) and turns_before[0].role == "user"
     is_text = isinstance(record[column], str)
-    if is_text and begins and not _repeats(record[column], turns_before):
+    if is_text and begins and not _repeats(record[column], before):
         raise UserError(
-            f"{location}: {column}: got text that is in no user turn of the dialogue before the response; expected one "
+            f"{location}: {column}: got text that is in no turn of the dialogue before the response; expected one "
             "prompt: map the column that has it, or choose the shape that reads the dialogue alone, as in "
             "files,shape=chosen-rejected:PATH"
         )
@@ -140,9 +140,11 @@ def join_prompt(record: Record, column: str, before: tuple[Message, ...], locati
 
 
 def _repeats(text: str, turns: tuple[Message, ...]) -> bool:
-    """Whether a prompt as text and a user turn are the same, or one holds the other."""
-    contents = (turn.content.strip() for turn in turns if turn.role == "user")
-    return any(content in text or text.strip() in content for content in contents)
+    """Whether a prompt as text and a turn that is no answer are the same, or one holds the other, but for case and
+    white space."""
+    prompt, *contents = (" ".join(x.split()).casefold() for x in (text, *(t.content for t in turns)))
+    answers = [turn.role == "assistant" for turn in turns]
+    return any(x in prompt or prompt in x for x, is_answer in zip(contents, answers, strict=True) if not is_answer)
 
 
 def _divide_system(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

@@ -142,7 +142,7 @@ def read_json(value: object, location: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{location}: got {short_json(value)}, expected JSON") from None
 
 

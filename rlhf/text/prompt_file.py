@@ -69,7 +69,7 @@ def _decode(line: bytes, location: str) -> str:
 def _json_row(line: str, location: str) -> Row:
     try:
         record = DECODER.decode(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{location}: not JSON ({error}); expected one object per line") from None
     if not isinstance(record, dict):
         raise UserError(f"{location}: got a {type(record).__name__}, expected an object with a 'prompt'")

@@ -169,7 +169,11 @@ def find_template(name: str, tokenizer_template: object) -> str:
     if not Path(name).is_file():
         known = ["auto", *BUILT_IN]
         raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
-    return _refuse_long(Path(name).read_text(encoding="utf-8-sig"), name)
+    try:
+        return _refuse_long(Path(name).read_text(encoding="utf-8-sig"), name)
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{error.object[error.start]:02x}"
+        raise UserError(f"{name}: got {got}, expected a chat template in UTF-8") from None
 
 
 def _refuse_long(text: str, source: str) -> str:

@@ -240,7 +240,9 @@ def locked_directory(directory: Path, replace: bool) -> Iterator[None]:
         refusal = collectives.gather_objects(refusal)[0]
         if refusal is not None:
             raise UserError(refusal)
-        is_visible = wait_until((directory / manifests.LOCK).exists, VISIBLE_S)
+        lock = directory / manifests.LOCK  # it names its process: one that a killed run has left is another
+        text = collectives.gather_objects(lock.read_text() if collectives.is_main() else "")[0]
+        is_visible = wait_until(lambda: lock.is_file() and lock.read_text() == text, VISIBLE_S)
         hosts = collectives.gather_objects("" if is_visible else socket.gethostname())
         if any(hosts):
             raise UserError(

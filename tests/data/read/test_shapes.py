@@ -39,6 +39,7 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
     "a pair of strings": ({"prompt": "q", "chosen": "good", "rejected": "bad"}, PAIR),
     "a pair of messages": ({"prompt": [ASK], "chosen": [ONE], "rejected": [TWO]}, PAIR),
     "the prompt repeated in both": ({"prompt": "q", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
+    "the prompt repeated in other case": ({"prompt": " Q\n", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
     "the prompt repeated as messages": ({"prompt": [ASK], "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, PAIR),
     "a system prompt, the rest in both": (
         {"prompt": [SYSTEM, ASK], "chosen": [ONE], "rejected": [TWO]},
@@ -297,7 +298,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"chosen": [ONE], "rejected": [TWO]}, "chosen: got no prompt before it, and there is no column"),
     ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
     ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
-    ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no user turn of the"),
+    ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no turn of the dial"),
     ({"Prompt": "q", "CHOSEN": "x", "Rejected": "y"}, "write files,prompt=Prompt,chosen=CHOSEN,rejected=Rejected:PATH"),
     ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),
     ({"messages": "x\ny"}, r'messages: got "x\ny", expected a list of messages'),

@@ -112,8 +112,8 @@ def test_what_must_agree(tmp_path: Path) -> None:
 
 def test_a_directory_that_only_one_host_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "VISIBLE_S", 0.1)
-    reports = iter([[None], ["", "b", "b"], [None], ["", "", ""]])  # two for each call
-    monkeypatch.setattr(progress.collectives, "gather_objects", lambda _: next(reports))
+    reports = iter([[None], None, ["", "b", "b"], [None], None, ["", "", ""]])  # three for each call
+    monkeypatch.setattr(progress.collectives, "gather_objects", lambda own: next(reports) or [own])
     with (
         pytest.raises(UserError, match=r"x: b does not see what rank 0 writes there; --output-dir must be one"),
         progress.locked_directory(tmp_path / "x", replace=False),

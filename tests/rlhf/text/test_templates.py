@@ -180,6 +180,12 @@ def test_templates_of_the_hub_write_what_transformers_writes(file: Path) -> None
         assert template.prompt_text(messages) == byte_tokenizer().apply_chat_template(dicts, **options)
 
 
+def test_a_template_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(UserError, match=r"mine\.jinja: got byte 0xff, expected .* UTF-8"):
+        find_template(str(tmp_path / "mine.jinja"), None)
+
+
 @pytest.mark.parametrize(
     "attack",
     [
