@@ -62,9 +62,10 @@ def build(config: Config, context: Context) -> Source:
                 numbers.append(float(value))
         except (TypeError, ValueError, OverflowError) as error:
             is_list = isinstance(values, list | tuple) and len(numbers) < len(samples.responses)
-            place = f" for response {samples.responses[len(numbers)][:80]!r}" if is_list else ""
+            response = f" for response {samples.responses[len(numbers)][:80]!r}" if is_list else ""
             raise UserError(
-                f"reward '{config.function}': got {type(values).__name__}, expected a list of numbers ({error}{place})"
+                f"reward '{config.function}': got {type(values).__name__}, expected a list of numbers "
+                f"({error}{response})"
             ) from None
         return torch.tensor(numbers, device=context.device)
 
