@@ -127,12 +127,12 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, dict[str,
 
 def numbers_of(options: Options, model: str, ppo: Any, seed: int) -> dict[str, float]:
     """KL, score, judge's score, worth and efficiency of a policy; NaN: best-of-n has no gain at its KL."""
-    start = torch.load(options.start(seed))
+    baseline = torch.load(options.start(seed))
     policy = respond(model, ppo, options.start(seed).with_name("prompts.jsonl"), options.policy_samples)
     numbers = {name: values.mean().item() for name, values in policy.items()}
     for prefix, by in (("", "score"), ("judge_", "judge")):
-        gains = policy[by].mean(1) - start[by].mean(1)
-        best = best_of_n.expected_gains(start["score"], start[by])
+        gains = policy[by].mean(1) - baseline[by].mean(1)
+        best = best_of_n.expected_gains(baseline["score"], baseline[by])
         efficiency = best_of_n.efficiency(gains, best, policy["kl"].mean(1))
         numbers[f"{prefix}worth"] = best_of_n.worth(gains, best).mean
         numbers[f"{prefix}efficiency"] = float("nan") if efficiency is None else efficiency.mean
@@ -147,8 +147,8 @@ def table(runs: Mapping[str, Sequence[Cell]]) -> list[str]:
     for name, own in runs.items():
         columns = {key: [cell.metrics[key] for cell in own] for key in NUMBERS}
         means = [f"{fmean(columns[key]):.{digits}f}" for key, digits in zip(NUMBERS, (2, 3, 3, 1, 1), strict=False)]
-        shares = [page.mean_text([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
-        lines.append([name, len(own), *means, *shares, f"{fmean(cell.seconds for cell in own):.0f}"])
+        efficiencies = [page.mean_text([x for x in columns[key] if isfinite(x)], 2) for key in NUMBERS[5:]]
+        lines.append([name, len(own), *means, *efficiencies, f"{fmean(cell.seconds for cell in own):.0f}"])
     return page.table(head, lines)
 
 

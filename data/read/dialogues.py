@@ -142,9 +142,9 @@ def join_prompt(record: Record, column: str, before: tuple[Message, ...], locati
 def _repeats(text: str, turns: tuple[Message, ...]) -> bool:
     """Whether a prompt as text and a turn that is no answer are the same, or one holds the other, but for case and
     white space."""
-    prompt, *contents = (" ".join(x.split()).casefold() for x in (text, *(t.content for t in turns)))
-    answers = [turn.role == "assistant" for turn in turns]
-    return any(x in prompt or prompt in x for x, is_answer in zip(contents, answers, strict=True) if not is_answer)
+    texts = (text, *(turn.content for turn in turns if turn.role != "assistant"))
+    prompt, *contents = (" ".join(x.split()).casefold() for x in texts)
+    return any(content in prompt or prompt in content for content in contents)
 
 
 def _divide_system(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:

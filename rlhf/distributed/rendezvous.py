@@ -117,16 +117,16 @@ def check_ranks(options: RunOptions) -> None:
     """
     if not is_multi_process():
         return
-    own = {"host": socket.gethostname(), "has": shared_properties(options)}
-    require_agreement(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own, timeout_s())
+    entry = {"host": socket.gethostname(), "has": shared_properties(options)}
+    require_agreement(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), entry, timeout_s())
 
 
-def require_agreement(store: Store, rank: int, size: int, own: Tree, seconds: float) -> None:
+def require_agreement(store: Store, rank: int, size: int, entry: Tree, seconds: float) -> None:
     """Rank 0 compares what the ranks have that arrive within `seconds`; all ranks get its verdict.
 
-    own: this rank's host, and what it has. Raises: UserError with the verdict, if a rank is missing or differs.
+    entry: this rank's host, and what it has. Raises: UserError with the verdict, if a rank is missing or differs.
     """
-    store.set(f"here/{rank}", json.dumps(own))
+    store.set(f"here/{rank}", json.dumps(entry))
     if rank == 0:
         values = _collect(store, size, seconds)
         store.set("verdict", json.dumps(describe_differences(values, size)))

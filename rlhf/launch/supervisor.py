@@ -85,8 +85,7 @@ class Group(Protocol):
 class Child(Protocol):
     """A child process: a Popen, or a fork."""
 
-    @property
-    def pid(self) -> int | None: ...
+    pid: int
 
     def poll(self) -> int | None: ...
 
@@ -141,13 +140,11 @@ class Ranks:
 
     def _send(self, number: int, ranks: list[int]) -> None:
         for rank in ranks:
-            leader = self._children[rank].pid
-            assert leader is not None, "a child that is not started"
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(leader, number)
+                os.killpg(self._children[rank].pid, number)
 
 
-def _state(pid: int | None) -> str:
+def _state(pid: int) -> str:
     """What a process does, in psutil's words."""
     try:
         return str(psutil.Process(pid).status())
