@@ -83,6 +83,6 @@ def test_ends_of_a_list(cases: Path) -> None:
     length = ("--response-length", "16", "--output", "evaluated")
     shutil.copytree(cases / "models/glm-ends", cases / "models/same")
     policies = ("--policies", "models/glm-ends", "models/same")
-    run(cases, "evaluate", *policies, "--prompts", "prompts.jsonl", "--reward", "eos", *length)
+    run(cases, "evaluate", *policies, "--prompts", "prompts.jsonl", "--reward", "repetition", *length)
     results = json.loads((cases / "evaluated/results.json").read_text())
     assert {(policy["response_length"], policy["ended"]) for policy in results["policies"]} == {(1.0, 1.0)}
