@@ -20,7 +20,7 @@ NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_gen
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What make test, make test-ranks and make test-compiled run together
-WHOLE := -m "not (long or faults or browser or vllm)"
+WHOLE := @tests/whole.txt
 SMOLLM2 := models/smollm2-135m-instruct
 # vLLM pins other versions than constraints.txt, so it has an environment of its own
 VLLM := .venv-vllm

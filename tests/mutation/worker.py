@@ -23,8 +23,8 @@ import pytest
 MEMORY_BYTES = 6 * 2**30
 """of tests in use: a mutant that allocates without end must not take the memory of others"""
 OUTPUT = Path("build/tests.txt")
-MARKS = "not (long or faults or browser or vllm)"
-"""those of make test, make test-ranks and make test-compiled"""
+WHOLE = "@tests/whole.txt"
+"""the arguments of pytest for what make test, make test-ranks and make test-compiled run together"""
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def _child(tests: list[str], keep_bytecode: bool) -> None:
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         # Rewritten assertions and plug-ins that no test asks for would take half of the time of a short file.
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-        quick = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--assert=plain", "-m", MARKS]
+        quick = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--assert=plain", WHOLE]
         code = int(pytest.main([*quick, *tests]))
     finally:
         sys.stdout.flush()
