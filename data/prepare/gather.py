@@ -117,10 +117,10 @@ def gather(
     first ten.
     """
     phase, owners = recipe.phase, PromptOwners(options)
-    counts = [RowCounts() for _ in origins]
+    reader, counts = _Reader(options, recipe, template, owners), [RowCounts() for _ in origins]
     with ArrowWriter(features=Features(row=Value("string")), path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
-        reader = _read(origins, options, recipe, owners, counts, template)
-        table = np.fromiter(_write(reader, writer), TABLE)
+        entries = (reader.read(*origin) for origin in zip(range(len(origins)), origins, counts, strict=True))
+        table = np.fromiter(_write(chain.from_iterable(entries), writer), TABLE)
         writer.finalize()
     rows = GatheredRows(table, np.ones(len(table), dtype=bool), counts)
     undecided = np.flatnonzero(table["undecided"])
@@ -129,8 +129,8 @@ def gather(
     _exclude(rows, of_other_phase, OTHER_PHASE)
     only = np.array([origin.use == "only" for origin in origins])[table["origin"]]
     if only.any():
-        others = _groups_of_other_phases(phase, options, recipe.own_data_only, owners)
-        _exclude(rows, only & np.isin(table["group"], others), "prompt of another phase's share")
+        other_groups = reader.groups_of_other_phases()
+        _exclude(rows, only & np.isin(table["group"], other_groups), "prompt of another phase's share")
     held_out = np.isin(table["group"], _held_out_groups(table, origins, options))
     _exclude(rows, ~table["held_out"] & held_out, HELD_OUT)
     if phase == "ppo":
@@ -144,39 +144,98 @@ def _write(rows: Iterable[tuple[str, tuple[int, ...]]], writer: ArrowWriter) -> 
         yield entry
 
 
-def _read(
-    origins: Sequence[Origin],
-    options: DataOptions,
-    recipe: Recipe,
-    owners: PromptOwners,
-    counts: Sequence[RowCounts],
-    template: Template,
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(JSON, entry of TABLE) of each row that the phase can use, and that no other phase owns by its text alone."""
-    phase, seed = recipe.phase, options.data_seed
-    for number, (origin, row_counts) in enumerate(zip(origins, counts, strict=True)):
-        missing = _stream_limit(origin, options, phase)
-        for row in _valid_rows(origin, recipe, options, row_counts, template):
-            share, group, point = _assign_share(row, origin, phase, options, owners)
-            row_counts.add_group(group, row)
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads origins for one phase."""
+
+    options: DataOptions
+    recipe: Recipe
+    template: Template
+    owners: PromptOwners
+
+    def read(self, number: int, origin: Origin, counts: RowCounts) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(JSON, entry of TABLE) of each row that the phase can use, and that no other phase owns by its text alone.
+
+        number: of the origin. Every row is counted.
+        """
+        phase, seed = self.recipe.phase, self.options.data_seed
+        missing = _stream_limit(origin, self.options, phase)
+        for row in self._valid_rows(origin, counts):
+            share, group, point = self._assign_share(row, origin, phase)
+            counts.add_group(group, row)
             held_out = share == "evaluation"
-            excluded = recipe.own_data_only and held_out and origin.use != "evaluation"
+            excluded = self.recipe.own_data_only and held_out and origin.use != "evaluation"
             reason = HELD_OUT if excluded else unusable_reason(row, phase)
-            row_counts.useful += not reason
+            counts.useful += not reason
             if reason or share not in (phase, "evaluation", UNDECIDED):
-                row_counts.add(reason or OTHER_PHASE)
+                counts.add(reason or OTHER_PHASE)
                 continue
             text = row_to_json(row, phase)
             prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
             ranking = text_digest(f"{number}\0{row.ranking}", seed) if row.ranking else 0
-            entry = (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
-            yield text, entry
+            yield text, (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
             if missing is not None:
                 missing[held_out] -= 1
                 if max(missing.values()) <= 0:
                     break
-        if row_counts.outcomes[MALFORMED] > options.skip_bad_rows:
-            raise UserError(_bad_rows_message(origin, row_counts))
+        if counts.outcomes[MALFORMED] > self.options.skip_bad_rows:
+            raise UserError(_bad_rows_message(origin, counts))
+
+    def groups_of_other_phases(self) -> np.ndarray:
+        """The groups of the prompts that the other phases own in `origins_of_other_phases`.
+
+        Raises: UserError for a stream, which cannot be read to its end. With `own_data_only` streams are left out; the
+        caller warns of them.
+        """
+        phase, own_data_only = self.recipe.phase, self.recipe.own_data_only
+        shares: list[tuple[int, int, bool]] = []
+        for other_phase, origin in origins_of_other_phases(self.options, phase, own_data_only):
+            if origin.streaming and own_data_only:
+                continue
+            if origin.streaming:
+                raise UserError(
+                    f"{origin.data_path}: a stream beside --{phase}-only-data-path cannot be searched "
+                    "for prompts that both have; name it as a path of one phase"
+                )
+            for row in origin.rows(other_phase):
+                if isinstance(row, Row):
+                    share, group, point = self._assign_share(row, origin, other_phase)
+                    if share in (other_phase, UNDECIDED):
+                        shares.append((group, point, share == UNDECIDED))
+        table = np.array(shares, [("group", "u8"), ("point", "u8"), ("undecided", "?")])
+        decided, undecided = table["group"][~table["undecided"]], table[table["undecided"]]
+        owned = self.owners.owned_by_others(phase, undecided["group"], undecided["point"])
+        return np.concatenate([decided, undecided["group"][owned]])
+
+    def _assign_share(self, row: Row, origin: Origin, phase: Phase) -> tuple[str, int, int]:
+        """(share, group, point) of a row of `origin` in `phase`: group and point are digests of `group_digest`.
+
+        The share is UNDECIDED if it depends on the other rows of the group.
+        """
+        evaluation_point, point, group = group_digest(row, self.options.data_seed)
+        share = "evaluation" if origin.use == "evaluation" else share_of_points(evaluation_point, point, self.options)
+        if share != "evaluation" and origin.use == "only":
+            share = phase
+        elif share != "evaluation" and not self.owners.follows_data_split(row):
+            share = UNDECIDED
+        return share, group, point
+
+    def _valid_rows(self, origin: Origin, counts: RowCounts) -> Iterator[Row]:
+        """The rows of an origin. Those that are skipped are counted."""
+        rows, allowed = origin.rows(self.recipe.phase), self.options.skip_bad_rows
+        parsed = (divided(self.template, self.recipe, row) if isinstance(row, Row) else (row,) for row in rows)
+        for row in chain.from_iterable(parsed):
+            counts.rows += 1
+            if isinstance(row, Row):
+                yield row
+            elif row.bad:
+                counts.add(MALFORMED)
+                if len(counts.bad) < max(SHOWN_BAD_ROWS, allowed):
+                    counts.bad.append(row.reason)
+            else:
+                counts.add(row.reason)
+            if counts.rows == MAX_BAD_ROWS == counts.outcomes[MALFORMED] > allowed:
+                return  # not the expected kind of data
 
 
 def _held_out_groups(table: np.ndarray, origins: Sequence[Origin], options: DataOptions) -> np.ndarray:
@@ -185,70 +244,6 @@ def _held_out_groups(table: np.ndarray, origins: Sequence[Origin], options: Data
     rows = (row for origin in evaluated for phase in PHASES for row in origin.rows(phase) if isinstance(row, Row))
     groups = np.fromiter((group_digest(row, options.data_seed)[2] for row in rows), np.uint64)
     return np.concatenate([table["group"][table["held_out"]], groups])
-
-
-def _groups_of_other_phases(
-    phase: Phase, options: DataOptions, own_data_only: bool, owners: PromptOwners
-) -> np.ndarray:
-    """The groups of the prompts that the other phases own in `origins_of_other_phases`.
-
-    Raises: UserError for a stream, which cannot be read to its end. With `own_data_only` streams are left out; the
-    caller warns of them.
-    """
-    shares: list[tuple[int, int, bool]] = []
-    for other_phase, origin in origins_of_other_phases(options, phase, own_data_only):
-        if origin.streaming and own_data_only:
-            continue
-        if origin.streaming:
-            raise UserError(
-                f"{origin.data_path}: a stream beside --{phase}-only-data-path cannot be searched "
-                "for prompts that both have; name it as a path of one phase"
-            )
-        for row in origin.rows(other_phase):
-            if isinstance(row, Row):
-                share, group, point = _assign_share(row, origin, other_phase, options, owners)
-                if share in (other_phase, UNDECIDED):
-                    shares.append((group, point, share == UNDECIDED))
-    table = np.array(shares, [("group", "u8"), ("point", "u8"), ("undecided", "?")])
-    decided, undecided = table["group"][~table["undecided"]], table[table["undecided"]]
-    owned = owners.owned_by_others(phase, undecided["group"], undecided["point"])
-    return np.concatenate([decided, undecided["group"][owned]])
-
-
-def _assign_share(
-    row: Row, origin: Origin, phase: Phase, options: DataOptions, owners: PromptOwners
-) -> tuple[str, int, int]:
-    """(share, group, point) of a row of `origin` in `phase`: group and point are digests of `group_digest`.
-
-    The share is UNDECIDED if it depends on the other rows of the group.
-    """
-    evaluation_point, point, group = group_digest(row, options.data_seed)
-    share = "evaluation" if origin.use == "evaluation" else share_of_points(evaluation_point, point, options)
-    if share != "evaluation" and origin.use == "only":
-        share = phase
-    elif share != "evaluation" and not owners.follows_data_split(row):
-        share = UNDECIDED
-    return share, group, point
-
-
-def _valid_rows(
-    origin: Origin, recipe: Recipe, options: DataOptions, row_counts: RowCounts, template: Template
-) -> Iterator[Row]:
-    """The rows of an origin. Those that are skipped are counted."""
-    rows = origin.rows(recipe.phase)
-    parsed = (divided(template, recipe, row) if isinstance(row, Row) else (row,) for row in rows)
-    for row in chain.from_iterable(parsed):
-        row_counts.rows += 1
-        if isinstance(row, Row):
-            yield row
-        elif row.bad:
-            row_counts.add(MALFORMED)
-            if len(row_counts.bad) < max(SHOWN_BAD_ROWS, options.skip_bad_rows):
-                row_counts.bad.append(row.reason)
-        else:
-            row_counts.add(row.reason)
-        if row_counts.rows == MAX_BAD_ROWS == row_counts.outcomes[MALFORMED] > options.skip_bad_rows:
-            return  # not the expected kind of data
 
 
 def _bad_rows_message(origin: Origin, row_counts: RowCounts) -> str:
