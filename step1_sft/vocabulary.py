@@ -49,44 +49,44 @@ def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenize
             "the rows in a run of step 1 without it"
         )
     if config.add_tokens is not None:
-        tokenizer = with_list(tokenizer, config.add_tokens, "--add-tokens")
+        tokenizer = with_list(tokenizer, config.add_tokens)
     if config.extend_tokenizer is not None:
-        tokenizer = with_tokens_of(tokenizer, config.extend_tokenizer, "--extend-tokenizer")
+        tokenizer = with_tokens_of(tokenizer, config.extend_tokenizer)
     return tokenizer
 
 
-def with_list(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> PreTrainedTokenizerBase:
+def with_list(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
     """A copy of `tokenizer` with the tokens of a file, one on a line, that it divides; ids are only added.
 
-    option: the option that names the file, for errors
     Raises: UserError if the file cannot be read, or nothing is new.
     """
+    source = f"--add-tokens {path}"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option} {path}: cannot be read as UTF-8 text: {error}") from None
-    return _extended(tokenizer, lines, f"{option} {path}", whole_words=False)
+        raise UserError(f"{source}: cannot be read as UTF-8 text: {error}") from None
+    return _extended(tokenizer, lines, source, whole_words=False)
 
 
-def with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str, option: str) -> PreTrainedTokenizerBase:
+def with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:
     """The same with the tokens of another tokenizer: a directory, a tokenizer.json, or a hub id.
 
     Special tokens, white space and parts of a character are left out; a word of a script with spaces matches whole
     words only. Raises: UserError as above.
     """
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    source, file = f"--extend-tokenizer {path}", Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if file.is_file():
         try:
             with PlainErrors():
                 backend = Tokenizer.from_file(str(file))
         except LOAD_ERRORS as error:
-            raise UserError(f"{option} {path}: {file} is no tokenizer: {error}") from None
+            raise UserError(f"{source}: {file} is no tokenizer: {error}") from None
     else:
         backend = load_tokenizer(path).backend_tokenizer
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     ids = sorted(i for i in backend.get_vocab().values() if i not in special)
     texts = [text.strip() for text in backend.decode_batch([[i] for i in ids])]
-    return _extended(tokenizer, texts, f"{option} {path}", whole_words=True)
+    return _extended(tokenizer, texts, source, whole_words=True)
 
 
 def _extended(

@@ -67,12 +67,6 @@ def local_part(weight: Tensor, value: Tensor) -> Tensor:
     return value.split(layout["partition_sizes"], layout["partition_dim"])[number].contiguous()
 
 
-def full_numel(weight: Tensor) -> int:
-    """Elements of the full weight."""
-    layout = _split(weight)
-    return int(getattr(weight, "ds_numel", weight.numel())) if layout is None else math.prod(layout["logical_shape"])
-
-
 def gradient_norm(weights: Iterable[Tensor]) -> float:
     """The norm of all gradients. Parts on other ranks count, copies on other ranks do not."""
     whole_gradients: list[Tensor] = []

@@ -145,18 +145,13 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
-def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the mask. x, mask [...], same shape -> scalar."""
-    return zero_off_mask(x, mask).sum()
-
-
 def masked_mean(x: Tensor, mask: Tensor, count: Count | None = None) -> Tensor:
     """Sum over the mask, divided by `count`. x, mask [...], same shape -> scalar.
 
     count: tokens of the whole optimizer step, over all micro-batches and ranks, so that the results of
     micro-batches add up to the mean of the step; by default the tokens of this mask. At least 1.
     """
-    return masked_sum(x, mask) / at_least_one(mask.sum() if count is None else count)
+    return zero_off_mask(x, mask).sum() / at_least_one(mask.sum() if count is None else count)
 
 
 def at_least_one(count: Count) -> Count:
@@ -181,14 +176,13 @@ def mean_var(moments: Tensor) -> tuple[Tensor, Tensor]:
     return mean, torch.where(variance > EMPTY_VARIANCE * mean_square, variance, 0.0)
 
 
-def whiten(x: Tensor, mask: Tensor, mean: Tensor, var: Tensor, keep_mean: bool = False) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8), plus mean if `keep_mean`, 0 off the mask. x, mask [...], same shape.
+def whiten(x: Tensor, mask: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8), 0 off the mask. x, mask [...], same shape.
 
-    mean, var: scalars of `mean_var`, over all ranks. With one token, or equal tokens, the result is
-    zero (or the mean), not NaN. Subtracts in float64, so that constant float32 input gives exact zeros.
+    mean, var: scalars of `mean_var`, over all ranks. With one token, or equal tokens, the result is zero, not NaN.
+    Subtracts in float64, so that constant float32 input gives exact zeros.
     """
-    white = (x.double() - mean) * torch.rsqrt(var + 1e-8)
-    return zero_off_mask((white + mean if keep_mean else white).to(x.dtype), mask)
+    return zero_off_mask(((x.double() - mean) * torch.rsqrt(var + 1e-8)).to(x.dtype), mask)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Tensor:

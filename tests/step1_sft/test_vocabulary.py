@@ -63,13 +63,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_both(before: Any, folder: Path) -> Any:
-    listed = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
-    return vocabulary.with_tokens_of(listed, str(folder / "chinese.json"), "--extend-tokenizer")
+    listed = vocabulary.with_list(before, str(folder / "list.txt"))
+    return vocabulary.with_tokens_of(listed, str(folder / "chinese.json"))
 
 
 def test_only_what_the_tokenizer_divides_is_added_and_words_match_whole(folder: Path) -> None:
     before = load_tokenizer(str(folder / "tied"))
-    listed = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
+    listed = vocabulary.with_list(before, str(folder / "list.txt"))
     assert listed.convert_ids_to_tokens(list(range(len(before), len(listed)))) == ["千里", "学而", "足下"]
     both = with_both(before, folder)
     assert len(both) > len(listed) + 10
@@ -81,12 +81,12 @@ def test_only_what_the_tokenizer_divides_is_added_and_words_match_whole(folder: 
     assert english[0] == english[1]
     words = Tokenizer(models.WordLevel({"cat": 0, "dog": 1}))
     words.save(str(folder / "words.json"))
-    with_words = vocabulary.with_tokens_of(before, str(folder / "words.json"), "--extend-tokenizer")
+    with_words = vocabulary.with_tokens_of(before, str(folder / "words.json"))
     cat = with_words.convert_tokens_to_ids("cat")
     assert cat >= len(before) and cat in with_words("a cat .")["input_ids"]
     assert cat not in with_words("concatenate")["input_ids"]
     with pytest.raises(UserError, match="every token is a token of the model already"):
-        vocabulary.with_list(listed, str(folder / "list.txt"), "--add-tokens")
+        vocabulary.with_list(listed, str(folder / "list.txt"))
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -113,7 +113,7 @@ def test_a_new_row_is_the_mean_of_the_rows_of_its_pieces(folder: Path, name: str
 def with_trained_rows(folder: Path, name: str, adapter: str) -> tuple[Any, Any, vocabulary.Pieces]:
     """(a model with new rows, a copy of it with an adapter beside which they train, their pieces)."""
     before = load_tokenizer(str(folder / name))
-    after = vocabulary.with_list(before, str(folder / "list.txt"), "--add-tokens")
+    after = vocabulary.with_list(before, str(folder / "list.txt"))
     pieces = vocabulary.pieces(before, after)
     plain = load_causal_lm(str(folder / name), torch.float32, id_count(after), Loading(new_tokens=pieces))
     model = adapters.wrap(copy.deepcopy(plain), adapter)
