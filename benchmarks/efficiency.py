@@ -98,7 +98,7 @@ def measure_start(options: Options, variant: Variant, seed: int) -> None:
     from step3_ppo.inputs import check
 
     ppo, folder = cells.step3_options(options, variant, seed), options.start(seed).parent
-    _, data = check(ppo)
+    data = check(ppo).prompts
     folder.mkdir(parents=True, exist_ok=True)
     rows = (data.evaluation[i].row for i in range(min(len(data.evaluation), ppo.eval_samples)))
     lines = [json.dumps({"prompt": format_prompt(row.prompt)}) for row in rows]

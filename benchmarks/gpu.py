@@ -78,7 +78,7 @@ def train(options: Options, results: Results) -> None:
         config = SFTConfig(batch_size=rows, micro_batch_size=micro, num_train_epochs=1000, torch_compile=compiled)
         with collectives.process_group(config.timeout_s):
             lm = load_causal_lm(actor, random_models.dtype(), ids)
-            policy = Engine(Policy(lm), config, config, 100)
+            policy = Engine(Policy(lm), config, 100)
             items = [Demonstration(p.ids, ((1, tokens),)) for p in random_models.prompt_items(rows, tokens, ids)]
             steps = stage.train(policy, items, Batches(rows, rows), config, 0)
             next(steps)

@@ -105,7 +105,7 @@ def opened(options: Options) -> Iterator[Iterations]:
 
     config, actor, reward = configured(options)
     with collectives.process_group(config.timeout_s):
-        learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"))
+        learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"), None)
         endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=0)
         yield Iterations(replace(learner, backend=endless), actor, reward)
 

@@ -94,7 +94,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         pipe.mark_baseline()
         tokenizer, data = open_data(config, str(config.actor_model))
         endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
-        learner = replace(set_up(config, tokenizer), backend=endless)
+        learner = replace(set_up(config, tokenizer, None), backend=endless)
         schedule = Schedule(len(data.train), config)
         steps = stage.observe(stage.train(learner, data.train, schedule), learner)
         pipe.ready()

@@ -55,7 +55,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         dtype = compute_dtype(config, collectives.local_device())
         model = new_scalar_model(config.model, dtype, len(tokenizer), Loading(config.seed, shards_of(config)))
         model.backbone = adapters.wrap(model.backbone, config.adapter)
-        reward = Engine(model, config, config, trl_trainers.UNLIMITED)
+        reward = Engine(model, config, trl_trainers.UNLIMITED)
         objective, pad_id = objectives.load(config), tokenizer.pad_token_id
         pair_scores = stage.scoring(reward, data.train, config, pad_id)
         pipe.ready()

@@ -72,7 +72,7 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
         tokenizer, data = stage.FINE_TUNING.open_data(config, config.model)
         dtype = compute_dtype(config, collectives.local_device())
         lm = load_causal_lm(config.model, dtype, len(tokenizer), Loading(config.seed, shards_of(config)))
-        policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, config, trl_trainers.UNLIMITED)
+        policy = Engine(Policy(adapters.wrap(lm, config.adapter)), config, trl_trainers.UNLIMITED)
         pipe.ready()
         # The warm-up is one step, whose tokens do not count.
         tokens = int(data.train.lengths.sum())
@@ -96,13 +96,13 @@ def run_ours(
 
     `train(batches, options)` is that of a stage; `counted(steps, work)` returns the counts of finished work.
     """
-    from data.batches import batches_of
+    from data.batches import Batches
 
     for epoch in itertools.count():
         work = pipe.next_request()
         if work is None:
             return
-        batches = batches_of(sides, config, config.seed, (0, 1))
+        batches = Batches(sides, config.batch_size, config.seed, drop_last=False)
         batches.set_epoch(epoch)
         until = config.model_copy(update={"num_train_epochs": epoch + 1})
         start = harness.clock()

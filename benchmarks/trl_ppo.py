@@ -66,7 +66,7 @@ def plan(ppo: Any) -> tuple[list[list[list[int]]], list[float]]:
     from step3_ppo.inputs import check
     from step3_ppo.schedule import iterations
 
-    _, data = check(ppo)
+    data = check(ppo).prompts
     batches = Batches(len(data.train), ppo.batch_size, ppo.seed)
     count, steps = iterations(ppo), ppo.num_ppo_epochs * ppo.num_mini_batches
     factor = schedule(ppo, count * steps)

@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from data.config import BatchOptions
 from data.prepare.encode import Demonstration, Preference, Prompt, Spans
 from rlhf.errors import UserError
 from rlhf.maths.uniforms import ORDER, stream
@@ -246,12 +245,3 @@ class Batches:
         while edges[-1] < len(rows):
             edges.append(int(np.searchsorted(totals, totals[edges[-1]] + budget, side="right")) - 1)
         return [rows[start:end] for start, end in pairwise(edges)]
-
-
-def batches_of(
-    sides: np.ndarray, options: BatchOptions, seed: int, ranks: tuple[int, int], elements: np.ndarray | None = None
-) -> Batches:
-    """The batches that the options describe, with every item in each epoch. sides: the lengths of the items [N, k];
-    elements: their elements [N]."""
-    rows = sides if options.group_by_length or options.batch_tokens else len(sides)
-    return Batches(rows, options.batch_size, seed, ranks, options.batch_tokens, elements, drop_last=False)

@@ -19,13 +19,13 @@ from data.prepare.encode import Demonstration
 from data.prepare.pack import CROSS_TEXT_ATTENTION
 from rlhf import adapters, console
 from rlhf.distributed import collectives
-from rlhf.engine.export import AdapterAlone, save_policy
+from rlhf.engine.export import save_policy, saved_adapter
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
 from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
-from rlhf.models import adapter_files, new_rows, sequence_parallel
+from rlhf.models import new_rows, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.policy import Policy
 from rlhf.storage import manifests
@@ -56,7 +56,7 @@ def train(
         micros = [batch[rows].trimmed() for rows in groups]
 
         def loss(micro: WeightedSequences, count: Tensor = count) -> losses.Loss:
-            logprobs = policy(micro)[0]
+            logprobs = policy(micro).logprobs
             mask, weight = (to_device(x, logprobs.device) for x in (micro.loss_mask, micro.weight))
             return losses.token_nll(logprobs, mask, count, weight)
 
@@ -70,13 +70,12 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], co
 
     Infinite if it is too large for a float.
     """
-    share = range(collectives.dp_rank(), len(dataset), collectives.dp_size())
+    of_rank = collectives.rows_of_rank(len(dataset))
     nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
     with policy.inference() as model:
-        for rows in length_groups(torch.tensor(dataset.lengths[share]), config.eval_rows):
-            batch = sft_batch([dataset[share[i]] for i in rows], pad_id)
-            logprobs, _ = model(batch)
-            nll -= logprobs.sum().double()
+        for rows in length_groups(torch.tensor(dataset.lengths[of_rank]), config.eval_rows):
+            batch = sft_batch([dataset[of_rank[i]] for i in rows], pad_id)
+            nll -= model(batch).logprobs.sum().double()
             tokens += batch.loss_mask.sum()
     total, count = collectives.sum_over_ranks(torch.stack([nll.cpu(), tokens])).tolist()
     mean = total / count
@@ -136,7 +135,7 @@ class FineTuning:
         if config.adapter is not None and new_tokens:
             new_rows.train(lm, new_tokens)
         model = sequence_parallel.policy(lm, config.sequence_parallel_size)
-        self.engine: Engine = Engine(model, config, config, total_steps)
+        self.engine: Engine = Engine(model, config, total_steps)
         if config.objective == "text":
             console.say(f"{STAGE.name}: {CROSS_TEXT_ATTENTION}")
         self.before = self.evaluate()
@@ -168,8 +167,7 @@ class FineTuning:
             )
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
-        alone = AdapterAlone(adapter_files.base_of(self._model_path)) if self._config.share_trunk else None
-        save_policy(self.engine, alone or self._config.adapter, self._tokenizer, folder)
+        save_policy(self.engine, saved_adapter(self._config, self._model_path), self._tokenizer, folder)
 
 
 FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=vocabulary.extended_tokenizer, files=files)

@@ -32,18 +32,18 @@ def score_pairs(
     pair_scores: PairScores = score_separately,
 ) -> Tensor:
     """(chosen, rejected, weight, gap in length) of the pairs of all ranks [N, 4], `rows` pairs in one pass."""
-    share = range(collectives.dp_rank(), len(dataset), collectives.dp_size())
+    of_rank = collectives.rows_of_rank(len(dataset))
     weights = dataset.weights.tolist()
-    groups = length_groups(torch.from_numpy(dataset.row_lengths[share].max(1)), rows)
+    groups = length_groups(torch.from_numpy(dataset.row_lengths[of_rank].max(1)), rows)
     scores: list[Tensor] = []
     length_gaps: list[Tensor] = []
     with reward.inference() as model:
         for group in groups:
-            batch = pair_batch([dataset[share[i]] for i in group], pad_id)
+            batch = pair_batch([dataset[of_rank[i]] for i in group], pad_id)
             scores.append(pair_scores(model, batch).scores)
             length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
     by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
-    scored = [[*pair, weights[share[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
+    scored = [[*pair, weights[of_rank[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
     return torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
 
 

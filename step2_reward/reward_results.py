@@ -104,15 +104,16 @@ def together(sources: Sequence[SourceScores]) -> SourceScores:
     first, *others = sources
     if not others:
         return first
-    starts = torch.tensor([0, *(int(each.elements.max()) + 1 for each in sources)]).cumsum(0).tolist()
-    has_subsets = any(each.subsets for each in sources)
-    subsets = [subset for each in sources for subset in each.subsets or [each.data_path] * len(each.elements)]
+    counts = [int(source.elements.max()) + 1 for source in sources]
+    first_elements = torch.tensor([0, *counts]).cumsum(0).tolist()
+    has_subsets = any(source.subsets for source in sources)
+    subsets = [name for source in sources for name in source.subsets or [source.data_path] * len(source.elements)]
     return SourceScores(
         model=first.model,
         data_path=ALL,
-        scores=torch.cat([each.scores for each in sources]),
-        lengths=torch.cat([each.lengths for each in sources]),
-        elements=torch.cat([each.elements + start for each, start in zip(sources, starts, strict=False)]),
+        scores=torch.cat([source.scores for source in sources]),
+        lengths=torch.cat([source.lengths for source in sources]),
+        elements=torch.cat([s.elements + number for s, number in zip(sources, first_elements, strict=False)]),
         subsets=tuple(subsets) if has_subsets else (),
         dropped={},
     )
@@ -122,8 +123,8 @@ def members(whole: Sequence[SourceScores]) -> Members | None:
     """Several models compared on all pairs; None for one model. whole: of each model, as of `together`"""
     if len(whole) < 2:
         return None
-    gaps = torch.stack([each.scores[:, 0] - each.scores[:, 1] for each in whole])
-    deviations = torch.stack([each.scores.std(correction=0) for each in whole])
+    gaps = torch.stack([scored.scores[:, 0] - scored.scores[:, 1] for scored in whole])
+    deviations = torch.stack([scored.scores.std(correction=0) for scored in whole])
     ensemble = preferences.ensemble(gaps, deviations, whole[0].elements)
     return Members(preferences.agreement(gaps).tolist(), ensemble)
 
@@ -131,25 +132,21 @@ def members(whole: Sequence[SourceScores]) -> Members | None:
 def tables(results: Sequence[PairResults], whole: Sequence[PairResults], group: Members | None) -> list[Table]:
     """results: of each model on each source. whole: of each model on all sources"""
     if len(results) > len(whole):
-        by_model = ((*(r for r in results if r.model == one.model), one) for one in whole)
+        by_model = ((*(r for r in results if r.model == total.model), total) for total in whole)
         results = [row for rows in by_model for row in rows]
     result = [
         _main_table(results),
         _table(
             "accuracy by subset",
             ("model", "subset", "pairs", "accuracy", "lists"),
-            ((one.model, name, *_group_cells(part)) for one in whole for name, part in one.subsets.items()),
+            ((r.model, name, *_group_cells(part)) for r in whole for name, part in r.subsets.items()),
         ),
         _table(
             "calibration: sigmoid(|gap|) against the share in the right order",
             ("model", "predicted", "observed", "pairs"),
-            (
-                (one.model, f"{x.predicted:.3f}", _share(x.observed), str(x.pairs))
-                for one in whole
-                for x in one.calibration
-            ),
+            ((r.model, f"{b.predicted:.3f}", _share(b.observed), str(b.pairs)) for r in whole for b in r.calibration),
         ),
-        *([] if group is None else _member_tables([one.model for one in whole], group)),
+        *([] if group is None else _member_tables([r.model for r in whole], group)),
     ]
     return [table for table in result if table[2]]
 
@@ -173,7 +170,8 @@ def _main_table(results: Sequence[PairResults]) -> Table:
 
 
 def _member_tables(models: Sequence[str], group: Members) -> list[Table]:
-    rows = ((one, *(f"{share:.3f}" for share in shares)) for one, shares in zip(models, group.agreement, strict=True))
+    agreement = zip(models, group.agreement, strict=True)
+    rows = ((model, *(f"{value:.3f}" for value in values)) for model, values in agreement)
     e = group.ensemble
     parts = ("-" if interval is None else _share(interval) for interval in (e.accuracy_unanimous, e.accuracy_divided))
     columns = ("accuracy of the mean", "unanimous pairs", "accuracy on them", "accuracy on the others")
@@ -197,9 +195,9 @@ def _number(value: float | None) -> str:
 
 def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]) -> None:
     """Print the tables; write all results if there is an output directory."""
-    by_model = {name: [*each] for name, each in groupby(scored, lambda one: one.model)}
-    whole_scores = [together(each) for each in by_model.values()]
-    results, whole = [pair_results(each) for each in scored], [pair_results(each) for each in whole_scores]
+    by_model = {name: [*sources] for name, sources in groupby(scored, lambda source: source.model)}
+    whole_scores = [together(sources) for sources in by_model.values()]
+    results, whole = list(map(pair_results, scored)), list(map(pair_results, whole_scores))
     group = members(whole_scores)
     result_tables = tables(results, whole, group)
     for title, columns, rows in result_tables:
@@ -212,8 +210,8 @@ def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]
     if options.output is not None:
         content = {
             "models": [_provenance(model) for model in options.models],
-            "sources": [asdict(each) for each in results],
-            ALL: [asdict(each) for each in whole],
+            "sources": list(map(asdict, results)),
+            ALL: list(map(asdict, whole)),
             "members": None if group is None else asdict(group),
             "options": options.model_dump(mode="json", exclude={"overwrite"}),
             "versions": manifests.versions(),

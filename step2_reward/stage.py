@@ -17,14 +17,14 @@ from data.dataset import PhaseData, PromptDataset, Recipe
 from data.prepare.encode import Preference
 from rlhf import adapters, console
 from rlhf.distributed import collectives
-from rlhf.engine.export import AdapterAlone, save_scalar
+from rlhf.engine.export import save_scalar, saved_adapter
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
 from rlhf.maths import losses
 from rlhf.maths.bag_of_words import preference_gaps
 from rlhf.maths.losses import Loss
 from rlhf.maths.preferences import in_order
-from rlhf.models import adapter_files, sequence_parallel
+from rlhf.models import sequence_parallel
 from rlhf.models.load import Loading, set_dropout
 from rlhf.models.reading import set_reading
 from rlhf.models.scalar import (
@@ -171,7 +171,7 @@ class RewardModelling:
         if rates and config.learning_rate == 0:  # no gradients of what would not change
             for name, weight in model.named_parameters():
                 weight.requires_grad_(name in rates)
-        self.engine: Engine = Engine(model, config, config, total_steps, rates=rates)
+        self.engine: Engine = Engine(model, config, total_steps, rates=rates)
         self._objective = objectives.load(config)
         self._pair_scores = scoring(self.engine, data.train, config, tokenizer.pad_token_id)
         self.before: Metrics = {}
@@ -210,8 +210,7 @@ class RewardModelling:
 
     def save(self, folder: Path, metrics: Metrics | None = None) -> None:
         scores = None if metrics is None else ScoreStatistics(metrics["eval_score_mean"], metrics["eval_score_std"])
-        alone = AdapterAlone(adapter_files.base_of(self._model_path)) if self._config.share_trunk else None
-        save_scalar(self.engine, alone or self._config.adapter, self._tokenizer, folder, scores)
+        save_scalar(self.engine, saved_adapter(self._config, self._model_path), self._tokenizer, folder, scores)
 
 
 REWARD_MODELLING = Supervised(

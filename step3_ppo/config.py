@@ -10,14 +10,13 @@ from rlhf.config import Config, Tree
 from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, Phase, ReportParts, Result
 from rlhf.config.mistakes import refused
 from rlhf.config.options import (
-    EngineOptions,
     FrozenOptions,
     ModelPath,
-    OptimizerOptions,
     OwnEngineOptions,
     RunOptions,
     SamplingOptions,
     SharedOptimizerOptions,
+    TrainingOptions,
 )
 
 POLICY_CARD = (
@@ -188,9 +187,7 @@ class PtxOptions(SharedOptimizerOptions):
         return self
 
 
-class Step3Config(
-    DataOptions, IterationOptions, UpdateOptions, PtxOptions, ScoreOptions, EngineOptions, OptimizerOptions, RunOptions
-):
+class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, ScoreOptions, TrainingOptions, RunOptions):
     """Reinforcement learning from scores: models, rewards, lengths and batches of the run."""
 
     FREE: ClassVar[frozenset[str]] = frozenset(
@@ -263,6 +260,26 @@ class Step3Config(
     as for the actor"""
     reward_models: FrozenOptions = FrozenOptions()
     """engine options of learned reward models and judges; an option that is not set here is as for the critic"""
+
+    @property
+    def actor_options(self) -> Self:
+        """The options with which the actor is trained."""
+        return self.actor.override(self)
+
+    @property
+    def critic_options(self) -> Self:
+        """The options with which the critic is trained."""
+        return self.critic.override(self.model_copy(update={"learning_rate": self.critic_learning_rate}))
+
+    @property
+    def reference_options(self) -> FrozenOptions:
+        """The options of a reference that is a model of its own."""
+        return self.reference.follow(self.actor_options)
+
+    @property
+    def reward_model_options(self) -> FrozenOptions:
+        """The options of learned reward models and judges."""
+        return self.reward_models.follow(self.critic_options)
 
     @classmethod
     def adopt(cls, values: Tree, source: object) -> Tree:

@@ -1,6 +1,7 @@
 """The inputs of step 3, and the checks before it starts."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from data.prepare.encode import Demonstration, Prompt
-from data.prepare.mixture import open_origin, origins_of_other_phases
-from data.prepare.pack import CROSS_TEXT_ATTENTION
 from data.read.records import Phase
-from rlhf import generation, plugins, rewards
+from rlhf import generation, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
@@ -21,7 +20,6 @@ from rlhf.models.load import require_context, require_decoder, require_generatin
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, replicas
 from rlhf.rewards import learned
-from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
@@ -29,20 +27,30 @@ from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
 from step3_ppo.plan import workload
-from step3_ppo.resolved import resolve_models, source_specs
+from step3_ppo.ptx import open_ptx, ptx_content
+from step3_ppo.resolved import Resolved, learned_models, resolve_models, reward_model_path, source_specs
 from step3_ppo.trunk import check_roles
 
 PHASE: Phase = "ppo"
 
 
-def check(
-    config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1
-) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
-    """Check the options, the models and the data before a model is loaded or anything is written.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The models and the data that step 3 starts from."""
+
+    models: Resolved
+    tokenizer: PreTrainedTokenizerBase
+    """of the actor, prepared"""
+    prompts: PhaseData[Prompt]
+    ptx: PromptDataset[Demonstration] | None
+    """rows of the fine-tuning loss (PPO-ptx); None without it"""
+
+
+def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1) -> Inputs:
+    """Find the models and the data, and check them and the options, before a model is loaded or anything is written.
 
     planned: stages that run before this one, and the model that each starts from; that model is checked in place of the
         stage's output, which does not exist yet
-    Returns: what `open_data` returns.
     Raises: UserError.
     """
     check_trackers(config.report_to)
@@ -51,7 +59,9 @@ def check(
     _check_engines(config, ranks)
     ranks = _replicas(config, ranks)
     check_batches(config, ranks)
-    _check_backend(config)
+    backend = generation.options(config.rollout_backend, **_backend_options(config, 0, 0))
+    backend.check(config.actor_options, config)
+    open_backend(config, 0, 0)
     tokens = config.max_prompt_length + config.response_length
     if tokens > config.max_length:
         raise UserError(
@@ -75,8 +85,7 @@ def check(
             read_head(resolve(path))
     check_roles(resolved)
     _check_sources(models)
-    needed = workload(models, "cpu", {"reward_model": ""}).checkpoints
-    require_room(Path(config.output_dir) / STAGE.name, needed)
+    require_room(Path(config.output_dir) / STAGE.name, workload(models, "cpu", {}).checkpoints)
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
     _check_lengths(models, "reward_model" in resolved.planned, tokenizer, data)
@@ -87,7 +96,7 @@ def check(
             raise UserError(
                 f"--ptx-batch-size {config.ptx_batch_size}: only {len(ptx_rows)} rows; lower it or add rows"
             )
-    return tokenizer, data
+    return Inputs(resolved, tokenizer, data, ptx_rows)
 
 
 def _replicas(config: Step3Config, ranks: int) -> int:
@@ -121,21 +130,13 @@ def _check_engines(config: Step3Config, ranks: int) -> None:
             f"reference: --quantize {config.reference.quantize}: expected none of its own: it has the weights that the "
             "policy starts from, or the KL of the first rollout would not be 0"
         )
-    quantized.require_possible_frozen(config.reward_models.beside(config.critic.over(config)), "reward_models")
-    for name, own in {"actor": config.actor, "critic": config.critic}.items():
+    quantized.require_possible_frozen(config.reward_model_options, "reward_models")
+    for name, options in {"actor": config.actor_options, "critic": config.critic_options}.items():
         try:
-            check_engine(own.over(config), ranks)
+            check_engine(options, ranks)
         except UserError as error:
-            shared = own == OwnEngineOptions()
+            shared = getattr(config, name) == OwnEngineOptions()
             raise UserError(f"{error}" if shared else f"{name}: {error}") from None
-
-
-def _check_backend(config: Step3Config) -> None:
-    """Raises: UserError for a rollout backend that does not exist, or that cannot run on this machine."""
-    generation.options(config.rollout_backend, **_backend_options(config, 0, 0)).check(
-        config.actor.over(config), config
-    )
-    open_backend(config, 0, 0)
 
 
 def open_backend(config: Step3Config, eos_token_id: int, pad_token_id: int) -> generation.Backend:
@@ -190,58 +191,9 @@ def check_batches(config: Step3Config, ranks: int) -> None:
         raise UserError(f"--critic-warmup-iterations {warmup}: expected less than the {count} iterations of the run")
 
 
-def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
-    """The rows of the fine-tuning loss (PPO-ptx); None without it."""
-    if config.ptx_coef == 0:
-        return None
-    recipe = Recipe("sft", objective=config.ptx_objective, own_data_only=bool(config.ptx_data_path))
-    return open_datasets(ptx_options(config), recipe, tokenizer).train
-
-
-def ptx_options(config: Step3Config) -> Step3Config:
-    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or the paths of --ptx-data-path.
-
-    The latter are paths for fine-tuning only. So a prompt that is held out, or that the reward model or PPO has, is not
-    learned from them.
-    Raises: UserError for a stream: it has no end, and all rows of such a path are learned.
-    """
-    if not config.ptx_data_path:
-        return config
-    for path in config.ptx_data_path:
-        if open_origin(path).streaming:
-            raise UserError(
-                f"--ptx-data-path {path}: got a stream, expected data with an end; "
-                "remove streaming=true, or name a file with the rows to learn"
-            )
-    limits = {"max_train_rows": None, "max_eval_rows": 0}
-    return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
-
-
-def describe_ptx(config: Step3Config, rows: PromptDataset[Demonstration]) -> str:
-    """How many rows `open_ptx` returned, how many were skipped and why, and which streams were not searched."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
-    other_origins = origins_of_other_phases(config, "sft", own_data_only=True) if config.ptx_data_path else []
-    streams = ", ".join(dict.fromkeys(origin.data_path for _, origin in other_origins if origin.streaming))
-    return (
-        f"ptx: {len(rows)} rows to learn beside the reward"
-        + (f"; skipped {dropped}" if dropped else "")
-        + (f"; {CROSS_TEXT_ATTENTION}" if config.ptx_objective == "text" else "")
-        + (f"; warning: {streams}: streams are not searched for prompts that both have" if streams else "")
-    )
-
-
 def content(config: Step3Config) -> dict[str, str]:
     """A digest of each local path of the data, those of `open_ptx` included."""
     return fingerprints(config, PHASE) | ptx_content(config)
-
-
-def ptx_content(config: Step3Config) -> dict[str, str]:
-    """The same for the paths of `open_ptx` alone."""
-    if config.ptx_coef == 0:
-        return {}
-    own_data_only = bool(config.ptx_data_path)
-    digests = fingerprints(ptx_options(config), "sft", own_data_only)
-    return {f"{path} (ptx)": digest for path, digest in digests.items()}
 
 
 def _check_sources(config: Step3Config) -> None:
@@ -259,12 +211,9 @@ def _check_lengths(
 
     planned: the reward model of the run is not trained yet, and will have the run's chat template
     """
-    for spec in source_specs(config):
-        name, options = plugins.parse_spec(spec)
-        if name != "learned":
-            continue
-        path = resolve_model_path(options.get("model") or str(config.reward_model), "model", "critic")
-        chat_template = config.chat_template if planned and not options.get("model") else "auto"
+    for model in learned_models(config):
+        path = reward_model_path(config, model)
+        chat_template = config.chat_template if planned and model is None else "auto"
         own_tokenizer = prepare_tokenizer(load_tokenizer(resolve(path)), chat_template)
         if same_ids(own_tokenizer, tokenizer):
             require_context(path, config.max_prompt_length + config.response_length)

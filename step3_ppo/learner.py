@@ -48,9 +48,9 @@ class Learner:
 
     def sample(self, prompts: PromptDataset[Prompt], indices: Sequence[int], number: int) -> SampledRollout:
         """The policy's response to the prompt at each of `indices`, with repetitions. number: of the rollout"""
-        config, scorer = self.config, self.scorer
-        batch, draws = prompts_and_uniforms(prompts, indices, config, scorer.tokenizer.pad_token_id, number)
-        return generate(self.actor.inference(), self.backend, batch, scorer.sampling, draws, config.rollout_batch_size)
+        pad_token_id = self.scorer.tokenizer.pad_token_id
+        batch, uniforms = prompts_and_uniforms(prompts, indices, self.config, pad_token_id, number)
+        return generate(self.actor.inference(), self.backend, batch, uniforms, self.config)
 
     def generate(self, prompts: PromptDataset[Prompt], iteration: Iteration) -> SampledRollout:
         """Responses y ~ pi_old(. | x) to the prompts of an iteration."""

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from data.dataset import PromptDataset
+from data.prepare.encode import Demonstration
 from rlhf import adapters, console, cpu, rewards
 from rlhf.adapters import Adapter
 from rlhf.distributed import collectives
@@ -18,91 +20,88 @@ from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, n
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, Step3Config
-from step3_ppo.inputs import describe_ptx, open_backend, open_ptx
+from step3_ppo.inputs import open_backend
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner
-from step3_ppo.ptx import Ptx
-from step3_ppo.resolved import reward_model_paths
+from step3_ppo.ptx import Ptx, describe_ptx
 from step3_ppo.rollout import Reference, Scorer, ScoreScaling
 from step3_ppo.schedule import iterations
 from step3_ppo.trunk import open_roles
 
 
-def set_up(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> Learner:
-    """Load every model and build the engines."""
+def set_up(
+    config: Step3Config, tokenizer: PreTrainedTokenizerBase, ptx_rows: PromptDataset[Demonstration] | None
+) -> Learner:
+    """Load every model and build the engines. config: with the paths of all models; ptx_rows: of PPO-ptx"""
     if config.torch_compile and config.rescore:
         cpu.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
-    roles = None
+    has_critic, roles = algorithm.value_loss is not None, None
     if config.share_trunk:
-        roles = open_roles(config, context.dtype, ids, algorithm.value_loss is not None, reward_model_paths(config))
+        roles = open_roles(config, context.dtype, ids)
         context = replace(context, loaded=roles.rewards)
     steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
     critic_steps = iterations(config) * steps_per_iteration
     actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration
-    shares_actor = algorithm.value_loss is not None and config.critic_model == SHARED
+    shares_actor = has_critic and config.critic_model == SHARED
     policy = _policy(config, context, ids, shares_actor) if roles is None else roles.actor
-    actor = _actor(config, policy, critic_steps if shares_actor else actor_steps)
-    reference = _reference(config, context, ids) if roles is None else _frozen(config, context, roles.reference)
+    rates = {HEAD: config.critic_learning_rate} if shares_actor else {}
+    actor = Engine(policy, config.actor_options, critic_steps if shares_actor else actor_steps, "actor", rates)
+    reference: FrozenEngine | Adapter
+    if roles is None:
+        reference = _reference(config, context, ids)
+    else:
+        reference = FrozenEngine(roles.reference, config.reference_options, context.dtype)
     critic = actor if shares_actor else None
-    if algorithm.value_loss is not None and not shares_actor:
+    if has_critic and not shares_actor:
         value_model = None if roles is None else roles.critic
-        critic = _critic(config, value_model or _value_model(config, context, ids), critic_steps)
+        value_model = value_model or _value_model(config, context, ids)
+        critic = Engine(value_model, config.critic_options, critic_steps, "critic")
     scorer = Scorer(
-        Reference(reference),
-        rewards.open_sources(config.reward, context, config.reward_combine, config.uncertainty_coef),
-        tokenizer,
-        config,
-        config.eval_rows,
-        config.missing_eos_penalty,
-        config.rescore,
+        reference=Reference(reference),
+        sources=rewards.open_sources(config.reward, context, config.reward_combine, config.uncertainty_coef),
+        tokenizer=tokenizer,
+        sampling=config,
+        batch_size=config.eval_rows,
+        missing_eos_penalty=config.missing_eos_penalty,
+        rescore=config.rescore,
     )
-    ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         console.say(describe_ptx(config, ptx_rows))
     return Learner(
-        config,
-        actor,
-        critic,
-        scorer,
-        algorithm,
-        KLController(config if isinstance(config, KLOptions) else None),
-        open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
-        ScoreScaling(config),
-        None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id),
-        None if config.ema_decay is None else EMA(actor, config.ema_decay),
-        context,
+        config=config,
+        actor=actor,
+        critic=critic,
+        scorer=scorer,
+        algorithm=algorithm,
+        kl=KLController(config if isinstance(config, KLOptions) else None),
+        backend=open_backend(config, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        scaling=ScoreScaling(config),
+        ptx=None if ptx_rows is None else Ptx(ptx_rows, config, config.seed, tokenizer.pad_token_id),
+        ema=None if config.ema_decay is None else EMA(actor, config.ema_decay),
+        context=context,
     )
 
 
 def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
-    options = config.actor.over(config)
+    options = config.actor_options
     loading = Loading(config.seed, training.shards_of(options), options.quantize)
     lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, loading)
     adapters.wrap(lm, config.adapter)
     return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
 
-def _actor(config: Step3Config, policy: Policy, steps: int) -> Engine:
-    rates = {HEAD: config.critic_learning_rate} if isinstance(policy, ActorCritic) else {}
-    return Engine(policy, config.actor.over(config), config, steps, "actor", rates)
-
-
 def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine | Adapter:
     if config.adapter is not None:
         return adapters.open_adapter(config.adapter)
-    shards = frozen.shards_of(config.reference.beside(config.actor.over(config)), context.dtype)
+    shards = frozen.shards_of(config.reference_options, context.dtype)
     lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, Loading(config.seed, shards))
-    return _frozen(config, context, Policy(lm))
-
-
-def _frozen(config: Step3Config, context: rewards.Context, policy: Policy) -> FrozenEngine:
-    return FrozenEngine(policy, config.reference.beside(config.actor.over(config)), context.dtype)
+    return FrozenEngine(Policy(lm), config.reference_options, context.dtype)
 
 
 def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
-    options = config.critic.over(config)
+    options = config.critic_options
     loading = Loading(config.seed, training.shards_of(options), options.quantize)
     if config.critic_model == POLICY:
         model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, loading)
@@ -110,11 +109,6 @@ def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int)
         model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, loading)
     model.backbone = adapters.wrap(model.backbone, config.adapter)
     return model
-
-
-def _critic(config: Step3Config, model: ScalarModel, steps: int) -> Engine:
-    optimizer_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
-    return Engine(model, config.critic.over(config), optimizer_options, steps, "critic")
 
 
 def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
@@ -126,5 +120,5 @@ def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> r
         compute_dtype(config, device),
         str(config.reward_model),
         config.rollout_batch_size,
-        config.reward_models.beside(config.critic.over(config)),
+        config.reward_model_options,
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from rlhf import generation, plugins
+from rlhf import generation
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
@@ -18,8 +18,8 @@ from step3_ppo.config import POLICY, REWARD, SHARED, STAGE, Step3Config
 from step3_ppo.resolved import (
     choose_critic,
     critic_starts_from_reward_model,
+    learned_models,
     needs_critic,
-    source_specs,
     uses_reward_model,
 )
 from step3_ppo.schedule import iterations
@@ -95,25 +95,20 @@ def _models(config: Step3Config, model_paths: Mapping[str, str], ids: Mapping[st
     def start_of(option: str, own: str | None) -> _Start:
         return _Start(own) if own else _Start(model_paths[option], extended_ids(ids, option))
 
-    actor, critic_options = config.actor.over(config), config.critic.over(config)
-    start = start_of("actor_model", config.actor_model)
-    yield ModelSpec("actor", start.path, "lm", actor, config.adapter, ids=start.ids)
+    actor = start_of("actor_model", config.actor_model)
+    yield ModelSpec("actor", actor.path, "lm", config.actor_options, config.adapter, ids=actor.ids)
     trunk = config.share_trunk
     adapter = config.adapter if trunk else None
-    if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(start.path)))):
-        reference = config.reference.beside(actor)
-        yield ModelSpec("reference", start.path, "lm", reference, adapter, on_trunk=trunk, ids=start.ids)
+    if config.adapter is None or (trunk and (config.actor_model is None or is_adapter(Path(actor.path)))):
+        options = config.reference_options
+        yield ModelSpec("reference", actor.path, "lm", options, adapter, on_trunk=trunk, ids=actor.ids)
     needed = uses_reward_model(config) or critic_starts_from_reward_model(config)
-    reward_model = start_of("reward_model", config.reward_model) if needed else start
+    reward_model = start_of("reward_model", config.reward_model) if needed else actor
     if needs_critic(config) and config.critic_model != SHARED:
-        path, extended = _critic_start(config, start, reward_model)
-        yield ModelSpec("critic", path, "scalar", critic_options, config.adapter, on_trunk=trunk, ids=extended)
-    for spec in source_specs(config):
-        name, source_options = plugins.parse_spec(spec)
-        if name == "learned":
-            options = config.reward_models.beside(critic_options)
-            own = source_options.get("model")
-            path, extended = _Start(own) if own else reward_model
-            shares = trunk and (not own or _is_on_base(own, base_of(resolve(start.path))))
-            own_adapter, rows = adapter if shares else None, config.rollout_batch_size
-            yield ModelSpec("reward model", path, "scalar", options, own_adapter, rows, shares, extended)
+        path, extended = _critic_start(config, actor, reward_model)
+        yield ModelSpec("critic", path, "scalar", config.critic_options, config.adapter, on_trunk=trunk, ids=extended)
+    for model in learned_models(config):
+        path, extended = reward_model if model is None else _Start(model)
+        shares = trunk and (model is None or _is_on_base(model, base_of(resolve(actor.path))))
+        options, rows = config.reward_model_options, config.rollout_batch_size
+        yield ModelSpec("reward model", path, "scalar", options, adapter if shares else None, rows, shares, extended)

@@ -5,15 +5,19 @@ from itertools import count as forever
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from data.batches import Batches, sft_batch
-from data.dataset import PromptDataset
+from data.dataset import PromptDataset, Recipe, fingerprints, open_datasets
 from data.prepare.encode import Demonstration
+from data.prepare.mixture import open_origin, origins_of_other_phases
+from data.prepare.pack import CROSS_TEXT_ATTENTION
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
+from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.types import Sequences, length_groups, to_device
-from step3_ppo.config import PtxOptions
+from step3_ppo.config import PtxOptions, Step3Config
 
 
 class Ptx:
@@ -45,6 +49,55 @@ class Ptx:
     def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
         """The micro-batch's share of the weighted loss of the batch that `micro_batches` returned last. Metrics:
         ptx_nll, nats per token."""
-        logprobs = actor(micro)[0]
+        logprobs = actor(micro).logprobs
         nll, _ = losses.token_nll(logprobs, to_device(micro.loss_mask, logprobs.device), self._tokens)
         return self._options.ptx_coef * nll, {"ptx_nll": nll.detach()}
+
+
+def open_ptx(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
+    """The rows of the fine-tuning loss (PPO-ptx); None without it."""
+    if config.ptx_coef == 0:
+        return None
+    recipe = Recipe("sft", objective=config.ptx_objective, own_data_only=bool(config.ptx_data_path))
+    return open_datasets(ptx_options(config), recipe, tokenizer).train
+
+
+def ptx_options(config: Step3Config) -> Step3Config:
+    """The options under which the rows of `open_ptx` are read: those of fine-tuning, or the paths of --ptx-data-path.
+
+    The latter are paths for fine-tuning only. So a prompt that is held out, or that the reward model or PPO has, is not
+    learned from them.
+    Raises: UserError for a stream: it has no end, and all rows of such a path are learned.
+    """
+    if not config.ptx_data_path:
+        return config
+    for path in config.ptx_data_path:
+        if open_origin(path).streaming:
+            raise UserError(
+                f"--ptx-data-path {path}: got a stream, expected data with an end; "
+                "remove streaming=true, or name a file with the rows to learn"
+            )
+    limits = {"max_train_rows": None, "max_eval_rows": 0}
+    return config.model_copy(update={"sft_only_data_path": config.ptx_data_path, **limits})
+
+
+def describe_ptx(config: Step3Config, rows: PromptDataset[Demonstration]) -> str:
+    """How many rows `open_ptx` returned, how many were skipped and why, and which streams were not searched."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in rows.dropped.items())
+    other_origins = origins_of_other_phases(config, "sft", own_data_only=True) if config.ptx_data_path else []
+    streams = ", ".join(dict.fromkeys(origin.data_path for _, origin in other_origins if origin.streaming))
+    return (
+        f"ptx: {len(rows)} rows to learn beside the reward"
+        + (f"; skipped {dropped}" if dropped else "")
+        + (f"; {CROSS_TEXT_ATTENTION}" if config.ptx_objective == "text" else "")
+        + (f"; warning: {streams}: streams are not searched for prompts that both have" if streams else "")
+    )
+
+
+def ptx_content(config: Step3Config) -> dict[str, str]:
+    """A digest of each local path that `open_ptx` reads."""
+    if config.ptx_coef == 0:
+        return {}
+    own_data_only = bool(config.ptx_data_path)
+    digests = fingerprints(ptx_options(config), "sft", own_data_only)
+    return {f"{path} (ptx)": digest for path, digest in digests.items()}

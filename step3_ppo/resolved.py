@@ -1,4 +1,9 @@
-"""Which models step 3 starts from, and why: one answer for the checks, loading, the plan and the model cards."""
+"""Which models step 3 starts from, and why: one answer for the checks, loading and the model cards.
+
+A model is one that an option names, or the output of step 1 or 2. A chain checks all stages before it runs the first:
+an output that does not exist yet is then represented by the model from which its stage starts (`planned`). The plan of
+`--plan` (plan.py) needs less: no model has to be on this machine.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +28,9 @@ class Resolved:
     config: Step3Config
     """the options with the path of every model; `critic_model` is what `choose_critic` returns"""
     paths: Mapping[str, str]
-    """to load each model from, or that of `planned`"""
+    """where each model is; for one of `planned` the path there"""
     planned: Mapping[str, str]
-    """what an earlier stage of the same command will make, and the model that this stage starts from"""
+    """of the models that a stage of the same command has still to make: the model from which that stage starts"""
 
 
 def resolve_models(config: Step3Config, planned: Mapping[str, str] | None = None) -> Resolved:
@@ -84,8 +89,7 @@ def critic_starts_from_reward_model(config: Step3Config) -> bool:
 
 def uses_reward_model(config: Step3Config) -> bool:
     """Whether a score source or the judge is the reward model of the run."""
-    specs = (plugins.parse_spec(spec) for spec in source_specs(config))
-    return any(name == "learned" and not options.get("model") for name, options in specs)
+    return None in learned_models(config)
 
 
 def source_specs(config: Step3Config) -> list[str]:
@@ -94,11 +98,15 @@ def source_specs(config: Step3Config) -> list[str]:
     return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
 
 
-def reward_model_paths(config: Step3Config) -> list[str]:
-    """The paths of the reward models that score, the judge included."""
-    parsed = [plugins.parse_spec(spec) for spec in source_specs(config)]
-    paths = [options.get("model") or str(config.reward_model) for name, options in parsed if name == "learned"]
-    return [resolve_model_path(path, "model", "critic") for path in paths]
+def learned_models(config: Step3Config) -> list[str | None]:
+    """The model that each `learned` score source names, the judge included; None: the reward model of the run."""
+    parsed = (plugins.parse_spec(spec) for spec in source_specs(config))
+    return [options.get("model") or None for name, options in parsed if name == "learned"]
+
+
+def reward_model_path(config: Step3Config, model: str | None) -> str:
+    """The path of one of `learned_models`. config: with the paths of all models"""
+    return resolve_model_path(model or str(config.reward_model), "model", "critic")
 
 
 def choose_critic(option: str | None, models: Step3Config) -> str:

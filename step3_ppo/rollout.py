@@ -24,7 +24,7 @@ from rlhf.generation import Backend
 from rlhf.maths import ops
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
-from rlhf.models.scalar import ScalarModel, state_values
+from rlhf.models.scalar import state_values
 from rlhf.rewards import Sources, as_samples
 from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups, to_device
 from step3_ppo.config import ScoreOptions, Step3Config
@@ -37,7 +37,7 @@ class Reference:
     source: FrozenEngine | Adapter
 
     @contextlib.contextmanager
-    def of(self, actor: Engine) -> Iterator[Policy]:
+    def inference(self, actor: Engine) -> Iterator[Policy]:
         """The reference model in eval mode, without gradients."""
         if isinstance(self.source, FrozenEngine):
             with self.source.inference() as reference:
@@ -82,21 +82,20 @@ def generate(
     policy_weights: AbstractContextManager[Policy],
     backend: Backend,
     prompts: Prompts,
-    sampling: SamplingOptions,
     uniforms: Tensor,
-    batch_size: int,
+    config: Step3Config,
 ) -> SampledRollout:
-    """Responses y ~ pi_old(. | x) to `prompts`, `batch_size` at a time, or all at once if the backend `takes_all`.
+    """Responses y ~ pi_old(. | x) to `prompts`, `rollout_batch_size` at a time, or all at once if the backend
+    `takes_all`.
 
-    policy_weights: `inference()` of the policy's engine, or `Reference.of`. uniforms: [B, T] in [0, 1), the only
+    policy_weights: `inference()` of the policy's engine, or of a `Reference`. uniforms: [B, T] in [0, 1), the only
     randomness. All tensors are on the CPU, those of the result too.
     """
-    if backend.takes_all:
-        batch_size = len(prompts)
+    size = len(prompts) if backend.takes_all else config.rollout_batch_size
     with policy_weights as policy:
         batches = [
-            backend(policy.lm, prompts[slice(i, i + batch_size)], sampling, uniforms[i : i + batch_size])
-            for i in range(0, len(prompts), batch_size)
+            backend(policy.lm, prompts[slice(i, i + size)], config, uniforms[i : i + size])
+            for i in range(0, len(prompts), size)
         ]
     backend.release()
     prompt, response = prompts.ids.shape[1], max(batch.response_ids.shape[1] for batch in batches)
@@ -113,11 +112,12 @@ def score(rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer:
     """
 
     def logprobs(policy: Policy) -> Callable[[Sequences, int], Tensor]:
-        return lambda sequences, prompt: policy(sequences, scorer.sampling.temperature)[0][:, prompt:]
+        return lambda sequences, prompt: policy(sequences, scorer.sampling.temperature).logprobs[:, prompt:]
 
     def logprobs_and_values(sequences: Sequences, prompt: int) -> Tensor:
-        log_p, _, scalars = policy(sequences, scorer.sampling.temperature)
-        return torch.stack([log_p[:, prompt:], state_values(scalars, prompt)])
+        output = policy(sequences, scorer.sampling.temperature)
+        assert output.values is not None
+        return torch.stack([output.logprobs[:, prompt:], state_values(output.values, prompt)])
 
     old, values = rollout.sampled_logprobs, None
     if scorer.rescore:
@@ -126,11 +126,11 @@ def score(rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer:
                 old, values = per_token(rollout, logprobs_and_values, scorer.batch_size)
             else:
                 old = per_token(rollout, logprobs(policy), scorer.batch_size)
-    with scorer.reference.of(actor) as reference:
+    with scorer.reference.inference(actor) as reference:
         ref = per_token(rollout, logprobs(reference), scorer.batch_size)
     if critic is not None and critic is not actor:
         with critic.inference() as model:
-            values = per_token(rollout, critic_values(model), scorer.batch_size)
+            values = per_token(rollout, lambda rows, prompt: state_values(model(rows), prompt), scorer.batch_size)
     scores, source_scores = combined_scores(rollout, scorer)
     sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
     numbers = {"logprobs": old, "ref_logprobs": ref, "scores": scores, "source_scores": source_scores, "values": values}
@@ -165,11 +165,6 @@ def nonfinite(rollout: ScoredRollout, source_scores: Mapping[str, Tensor]) -> di
         if rows:
             problems[f"{name} is {values[rows[0]].item()}"] = rows
     return problems
-
-
-def critic_values(model: ScalarModel | Engine) -> Callable[[Sequences, int], Tensor]:
-    """Values [B, T] of the states in which the response tokens were chosen."""
-    return lambda sequences, prompt: state_values(model(sequences), prompt)
 
 
 def per_token(rollout: SampledRollout, forward: Callable[[Sequences, int], Tensor], batch_size: int) -> Tensor:

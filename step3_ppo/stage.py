@@ -13,17 +13,16 @@ from data.prepare.encode import Prompt
 from rlhf import adapters, console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives
-from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
+from rlhf.engine.export import save_policy, save_scalar, saved_adapter
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
-from rlhf.models.adapter_files import base_of
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
 from rlhf.training import random_sources
 from rlhf.training.checkpoints import Numbers, Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
 from rlhf.training.progress import report_status
-from rlhf.training.run import open_run
+from rlhf.training.run import Run, open_run
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.config import STAGE, Step3Config
@@ -38,12 +37,13 @@ from step3_ppo.heldout import (
     write_rollout,
     write_samples,
 )
-from step3_ppo.inputs import check, content, ptx_content
+from step3_ppo.inputs import check, content
 from step3_ppo.learner import Learner
 from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
-from step3_ppo.resolved import describe_critic, inputs, resolve_models
+from step3_ppo.ptx import ptx_content
+from step3_ppo.resolved import describe_critic, inputs
 from step3_ppo.rollout import score
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.warnings import Watch
@@ -111,11 +111,39 @@ def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards
     A score source that draws random numbers draws them apart, too.
     """
     count = min(len(evaluation), learner.config.eval_samples)
-    rows = range(collectives.dp_rank(), count, collectives.dp_size())
-    sampled = learner.sample(evaluation, rows, HELD_OUT)
+    sampled = learner.sample(evaluation, collectives.rows_of_rank(count), HELD_OUT)
     with random_sources.apart(learner.config.seed):
         rollout = score(sampled, learner.actor, None, replace(learner.scorer, rescore=True))
         return gather_evaluation(rollout, judge, learner.scorer.tokenizer, learner.scores_by_source(rollout))
+
+
+class HeldOut:
+    """The policy on the held-out prompts: before training, and at its last evaluation."""
+
+    def __init__(self, learner: Learner, prompts: PromptDataset[Prompt], judge: rewards.Source | None) -> None:
+        """Raises: UserError if a score is not finite."""
+        self._learner, self._prompts, self._judge = learner, prompts, judge
+        self.before = self.after = evaluate(learner, prompts, judge)
+        if (problem := nonfinite_scores(self.before)) is not None:
+            raise UserError(problem)
+        self._best_of = measure(learner, prompts, judge, self.before)
+
+    def evaluate(self) -> None:
+        """Evaluate the policy as it is now."""
+        self.after = evaluate(self._learner, self._prompts, self._judge)
+
+    def evaluate_again(self, run: Run, iteration: int) -> Metrics:
+        """The same, with the responses to samples.jsonl and the trackers."""
+        self.evaluate()
+        if (problem := nonfinite_scores(self.after)) is not None:  # no reason to end a long run
+            console.say(f"warning, iteration {iteration}: {problem}")
+        samples = write_samples(run.directory / "samples.jsonl", iteration, self.before, self.after)
+        run.recorder.table("samples", iteration, samples[: self._learner.config.sample_rows])
+        return self.results()
+
+    def results(self) -> Metrics:
+        """The last evaluation against that before training."""
+        return compare(self.before, self.after) | worth(self._best_of, self.before, self.after)
 
 
 def resumable(learner: Learner, observers: Mapping[str, Numbers]) -> Resumable:
@@ -145,15 +173,14 @@ def run(config: Step3Config) -> None:
     if stage_status == "finished":
         return
     status(f"{STAGE.name}: reading the data")
-    tokenizer, data = check(config, ranks=collectives.world_size())
+    checked = check(config, ranks=collectives.world_size())
     collectives.set_ranks_per_replica(config.tensor_parallel_size)
-    resolved = resolve_models(config)
-    user_config, config = config, resolved.config
-    prompts, evaluation = data.train, data.evaluation
+    user_config, config, tokenizer = config, checked.models.config, checked.tokenizer
+    prompts = checked.prompts.train
     config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
-    with open_run(STAGE, user_config, stage_status, resolved.paths) as stage, ExitStack() as at_end:
+    with open_run(STAGE, user_config, stage_status, checked.models.paths) as stage, ExitStack() as at_end:
         status(f"{STAGE.name}: loading the models")
-        learner = set_up(config, tokenizer)
+        learner = set_up(config, tokenizer, checked.ptx)
         if learner.backend.close is not None:
             at_end.callback(learner.backend.close)
         if config.adapter is not None:
@@ -162,31 +189,13 @@ def run(config: Step3Config) -> None:
             if note is not None:
                 console.say(f"{STAGE.name}: {note}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, learner.context)
-        stage.describe(data, tokenizer)
+        stage.describe(checked.prompts, tokenizer)
         describe_left_out(len(prompts), config)
         stage.manifest["data"] |= ptx_content(config)
         status(f"{STAGE.name}: responding to the held-out prompts, before training")
-        before = after = evaluate(learner, evaluation, judge)
-        problem = nonfinite_scores(before)
-        if problem is not None:
-            raise UserError(problem)
-        start = measure(learner, evaluation, judge, before)
-
-        def results() -> Metrics:
-            return compare(before, after) | worth(start, before, after)
-
-        def evaluate_again(iteration: int) -> Metrics:
-            nonlocal after
-            after = evaluate(learner, evaluation, judge)
-            problem = nonfinite_scores(after)
-            if problem is not None:  # no reason to end a long run
-                console.say(f"warning, iteration {iteration}: {problem}")
-            samples = write_samples(stage.directory / "samples.jsonl", iteration, before, after)
-            stage.recorder.table("samples", iteration, samples[: config.sample_rows])
-            return results()
-
-        alone = AdapterAlone(base_of(str(config.actor_model))) if config.share_trunk else None
-        save_actor = partial(save_policy, learner.actor, alone or config.adapter, tokenizer)
+        held_out = HeldOut(learner, checked.prompts.evaluation, judge)
+        adapter = saved_adapter(config, str(config.actor_model))
+        save_actor = partial(save_policy, learner.actor, adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
         schedule, watch = Schedule(len(prompts), config), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
@@ -198,23 +207,23 @@ def run(config: Step3Config) -> None:
         random_sources.seed(config.seed, 0)  # ranks have different rows, so random scores differ
         stage.resume(resumable(learner, observers))
         if stage.done:
-            after = evaluate(learner, evaluation, judge)
+            held_out.evaluate()
         else:
-            stage.record_evaluation(at_start(before))
+            stage.record_evaluation(at_start(held_out.before))
         total = iterations(config)
         steps = stage.with_exports(observe(train(learner, prompts, schedule), learner), save_actor)
         evaluations = EvaluationSchedule(
             config.eval_every, total, stage.done, unchanged=config.critic_warmup_iterations
         )
-        steps = with_evaluations(steps, evaluations, evaluate_again, best)
+        steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
-        show_samples(before, after, config.sample_rows)
+        show_samples(held_out.before, held_out.after, config.sample_rows)
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if learner.critic is not None:
-            exports["critic"] = partial(save_scalar, learner.critic, alone or config.adapter, tokenizer)
+            exports["critic"] = partial(save_scalar, learner.critic, adapter, tokenizer)
         if learner.ema is not None:
             exports["ema"] = partial(save_actor, average=learner.ema)
-        stage.finish(exports, results(), learner.state_dict())
+        stage.finish(exports, held_out.results(), learner.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 
 

@@ -1,6 +1,6 @@
 """Step 3 on a shared trunk: policy, reference, critic and reward models are adapters on one frozen base model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from rlhf.models.scalar import new_head, read_head
 from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
 from rlhf.training.checks import check_trunk
 from step3_ppo.config import POLICY, SHARED, Step3Config
-from step3_ppo.resolved import Resolved
+from step3_ppo.resolved import Resolved, learned_models, needs_critic, reward_model_path
 
 ACTOR, REFERENCE, CRITIC, REWARD = "policy", "reference", "critic", "reward"
 """names of the adapters; further reward models are reward-1, reward-2, ..."""
@@ -35,17 +35,14 @@ class Roles:
     """by path"""
 
 
-def open_roles(
-    config: Step3Config, dtype: torch.dtype, vocabulary: int, has_critic: bool, scorers: Sequence[str]
-) -> Roles:
+def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int) -> Roles:
     """Load the base model once, and the adapters of all roles.
 
     The policy starts as the actor model's adapter, and the reference is a frozen copy of it. If the actor model has no
     adapter, the policy starts as a new one, and the reference is the base model alone.
-    config: with the paths of all models; has_critic: whether the algorithm trains one; scorers: paths of the reward
-    models, of which those that are no adapters on the same base are left out
+    Reward models that are no adapters on the same base are left out. config: with the paths of all models
     """
-    start = str(config.actor_model)
+    start, has_critic = str(config.actor_model), needs_critic(config)
     trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, Loading(config.seed, quantize=config.quantize)))
     _start_as_policy(trunk, ACTOR, config)
     if is_adapter(Path(start)):
@@ -58,7 +55,7 @@ def open_roles(
     elif own_critic:
         critic = _scalar(trunk, CRITIC, str(config.critic_model), dtype, trained=True)
     rewards: dict[str, ScalarRole] = {}
-    for path in dict.fromkeys(scorers):
+    for path in dict.fromkeys(reward_model_path(config, model) for model in learned_models(config)):
         if on_base(path, base_of(start)):
             role = f"{REWARD}-{len(rewards)}" if rewards else REWARD
             rewards[path] = _scalar(trunk, role, path, dtype, trained=False)

@@ -17,7 +17,7 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses, ops
-from rlhf.models.policy import ActorCritic, Learns
+from rlhf.models.policy import ActorCritic, Learns, TokenOutput
 from rlhf.models.scalar import state_values
 from rlhf.types import Credit, Metrics, ScoredRollout, Sequences, TensorRecord, length_groups
 from step3_ppo.algorithms import Algorithm, Iteration
@@ -100,7 +100,7 @@ class StepLosses:
     count: Tensor
     """[] response tokens of the step, over all ranks, on the CPU"""
 
-    def of_actor(self, micro: CreditedRollout | Sequences) -> losses.Loss:
+    def actor_loss(self, micro: CreditedRollout | Sequences) -> losses.Loss:
         """policy loss - entropy_coef * entropy [+ vf_coef * value loss, if the critic is the actor's engine]; of
         demonstrations, the loss of `Ptx`."""
         actor, config, algorithm = self.trained.actor, self.config, self.trained.algorithm
@@ -109,33 +109,34 @@ class StepLosses:
             assert self.trained.ptx is not None
             return self.trained.ptx.loss(actor, micro)
         mode, prompt = "trained" if config.entropy_coef else "watched", micro.rollout.prompt_ids.shape[1]
-        logprobs, entropies, *scalars = actor(micro.rollout.sequences, config.temperature, entropy=mode)
-        micro = micro.to(logprobs.device)
-        rollout, logprobs = micro.rollout, logprobs[:, prompt:]
+        output: TokenOutput = actor(micro.rollout.sequences, config.temperature, entropy=mode)
+        assert output.entropies is not None
+        micro = micro.to(output.logprobs.device)
+        rollout, logprobs = micro.rollout, output.logprobs[:, prompt:]
         if not config.rescore:  # this is the first step since the policy sampled
             rollout = replace(rollout, logprobs=logprobs.detach())
         loss, metrics = algorithm.policy_loss(logprobs, rollout, micro.credit, self.count, self.trained.iteration)
         if not config.rescore:
             mismatch = (rollout.logprobs - rollout.sampled_logprobs).abs()
             metrics["sampling_mismatch"] = ops.masked_mean(mismatch, rollout.mask, self.count)
-        entropy = ops.masked_mean(entropies[:, prompt:], rollout.mask, self.count)
+        entropy = ops.masked_mean(output.entropies[:, prompt:], rollout.mask, self.count)
         loss, metrics = loss - config.entropy_coef * entropy, {**metrics, "entropy": entropy.detach()}
         if self.trained.critic is not actor:
             return loss, metrics
-        error, error_metrics = self._of_values(scalars[0], micro)
+        error, error_metrics = self._value_loss(output.values, micro)
         return loss + config.vf_coef * error, {**metrics, **error_metrics, "value_loss": error.detach()}
 
-    def of_critic(self, micro: CreditedRollout) -> losses.Loss:
+    def critic_loss(self, micro: CreditedRollout) -> losses.Loss:
         """The value loss; of a value head on the actor, whose policy must not move yet, for the head alone."""
         critic, sequences = self.trained.critic, micro.rollout.sequences
         assert critic is not None
         shared = isinstance(critic.module, ActorCritic)
-        values = critic(sequences, learns="head")[2] if shared else critic(sequences)
-        return self._of_values(values, micro.to(values.device))
+        values = critic(sequences, learns="head").values if shared else critic(sequences)
+        return self._value_loss(values, micro.to(values.device))
 
-    def _of_values(self, scalars: Tensor, micro: CreditedRollout) -> losses.Loss:
+    def _value_loss(self, scalars: Tensor | None, micro: CreditedRollout) -> losses.Loss:
         value_loss = self.trained.algorithm.value_loss
-        assert value_loss is not None
+        assert value_loss is not None and scalars is not None
         values = state_values(scalars, micro.rollout.prompt_ids.shape[1])
         return value_loss(values, micro.rollout, micro.credit, self.count, self.trained.iteration)
 
@@ -172,7 +173,7 @@ def update(
             mixed = ptx.micro_batches() if ptx is not None else []
             all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
             both: list[CreditedRollout | Sequences] = [*micros, *mixed]
-            metrics |= actor.step(both, step_losses.of_actor, all_indices)
+            metrics |= actor.step(both, step_losses.actor_loss, all_indices)
             if "value_loss" in metrics:
                 metrics["loss"] -= config.vf_coef * metrics["value_loss"]
             metrics = _prefixed("policy", metrics)
@@ -181,7 +182,7 @@ def update(
         # A step that the actor skips (in fp16: an overflow) is skipped for the critic too.
         if critic is not None and not joint and not metrics.get("policy_skipped"):
             learns: Learns = "head" if isinstance(critic.module, ActorCritic) else "all"
-            metrics |= _prefixed("value", critic.step(micros, step_losses.of_critic, micro_indices, learns))
+            metrics |= _prefixed("value", critic.step(micros, step_losses.critic_loss, micro_indices, learns))
         steps += 1
         skipped += any([metrics.pop("policy_skipped", 0.0), metrics.pop("value_skipped", 0.0)])
         for name, value in metrics.items():

@@ -66,7 +66,7 @@ def measure(
     if saved is not None:
         return saved
     console.status(f"{STAGE.name}: {p * more} more responses before training, with which the result is compared")
-    rows = [i for i in range(collectives.dp_rank(), p, collectives.dp_size()) for _ in range(more)]
+    rows = [i for i in collectives.rows_of_rank(p) for _ in range(more)]
     sampled = learner.sample(evaluation, rows, AT_START)
     with random_sources.apart(config.seed):
         scores = [combined_scores(sampled, learner.scorer)[0]]

@@ -186,7 +186,7 @@ class OwnEngineOptions(Config):
     quantize: Quantize | None = None
     """its own --quantize"""
 
-    def over(self, shared: E) -> E:
+    def override(self, shared: E) -> E:
         """The shared options, replaced by those that this model sets."""
         return shared.model_copy(update=self.model_dump(exclude_none=True))
 
@@ -206,7 +206,7 @@ class FrozenOptions(Config):
     quantize: Quantize | None = None
     """its own --quantize; by default that of the trained model"""
 
-    def beside(self, trained: EngineOptions) -> "FrozenOptions":
+    def follow(self, trained: EngineOptions) -> "FrozenOptions":
         """These options; those that are not set follow the options of a trained model."""
         stage: Literal[0, 3] = 3 if trained.zero_stage == 3 and trained.tensor_parallel_size == 1 else 0
         own_options = self.model_dump(exclude_none=True)
@@ -265,6 +265,10 @@ class OptimizerOptions(SharedOptimizerOptions):
     """peak learning rate of AdamW"""
     adam_epsilon: float = Field(1e-8, gt=0)
     """epsilon in AdamW's denominator"""
+
+
+class TrainingOptions(EngineOptions, OptimizerOptions):
+    """All options of a model that is trained."""
 
 
 class SamplingOptions(Config):

@@ -128,6 +128,11 @@ def dp_size() -> int:
     return world_size() // ranks_per_replica()
 
 
+def rows_of_rank(count: int) -> range:
+    """The numbers of this rank's rows, of `count` that are dealt out in turn. `of_all_ranks` joins them again."""
+    return range(dp_rank(), count, dp_size())
+
+
 def leads_replica() -> bool:
     """Whether this is the first of the ranks with the same rows."""
     return rank() % ranks_per_replica() == 0

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from rlhf import adapters, console
+from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
@@ -38,13 +39,18 @@ class AdapterAlone:
     """path or hub id of the model without the adapter"""
 
 
-Adapter = str | AdapterAlone | None
-"""of a model that is saved: the method, which is merged into its weights; or alone; None: it has none"""
+SavedAdapter = str | AdapterAlone | None
+"""the adapter of a model that is saved: its method, to be merged into the weights; or alone; None: it has none"""
+
+
+def saved_adapter(options: EngineOptions, model: str) -> SavedAdapter:
+    """How a trained model is saved under these options. model: the path from which it started"""
+    return AdapterAlone(adapter_files.base_of(model)) if options.share_trunk else options.adapter
 
 
 def save_policy(
     engine: Engine,
-    adapter: Adapter,
+    adapter: SavedAdapter,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     average: EMA | None = None,
@@ -107,7 +113,7 @@ def save_left_padded(tokenizer: PreTrainedTokenizerBase, directory: Path) -> Non
 
 def save_scalar(
     engine: Engine,
-    adapter: Adapter,
+    adapter: SavedAdapter,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     scores: ScoreStatistics | None = None,

@@ -28,11 +28,11 @@ def numbers(engine: "DeepSpeedEngine") -> dict[str, float]:
     Weights that never have a gradient count fewer steps, or none: one rank leaves them out, several give them zeros.
     Their moments are 0, so that after a resume any count is right. `held_steps` are those of `heads_alone`.
     """
-    counts = {own: [0.0] for own in (True, False)}
+    counts: dict[bool, list[float]] = {True: [0.0], False: [0.0]}  # by whether the weight has a rate of its own
     weights = list(_weights(engine))
     for group, weight in weights:
         counts[OWN_RATE in group].append(float(_adam(engine).state.get(weight, {}).get("step", 0)))
-    steps = max(max(own) for own in counts.values())
+    steps = max(counts[True] + counts[False])
     held = steps - max(counts[False]) if any(OWN_RATE not in group for group, _ in weights) else 0.0
     scaler = _loss_scaler(engine)
     scale = {} if scaler is None else {name: float(getattr(scaler, name)) for name in SCALE}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf.config.options import EngineOptions, Optim, OptimizerOptions, effective_stage
+from rlhf.config.options import EngineOptions, Optim, TrainingOptions, effective_stage
 from rlhf.engine.adamw import Group, MasterAdamW, rate_groups
 from rlhf.errors import UserError
 from rlhf.models import quantized
@@ -84,9 +84,7 @@ def require_usable(options: EngineOptions, device: torch.device) -> None:
     quantized.require_installed(f"--optim {options.optim}")
 
 
-def build(
-    model: nn.Module, kind: Optim, options: OptimizerOptions, rates: Mapping[str, float], plain: bool
-) -> torch.optim.Optimizer:
+def build(model: nn.Module, options: TrainingOptions, rates: Mapping[str, float], plain: bool) -> torch.optim.Optimizer:
     """The optimizer of the trained weights of a model.
 
     rates: learning rates of weights that have one of their own, by name
@@ -101,9 +99,9 @@ def build(
     }
     if not plain:
         return torch.optim.AdamW(groups, **settings, fused=True)
-    if kind == "adamw":
+    if options.optim == "adamw":
         return MasterAdamW(groups, **settings)
-    return LibraryOptimizer(groups, kind, outer_weights(model), **settings)
+    return LibraryOptimizer(groups, options.optim, outer_weights(model), **settings)
 
 
 class LibraryOptimizer(MasterAdamW):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rlhf import console, cpu
 from rlhf.config import Tree, deepspeed_json, merge
-from rlhf.config.options import EngineOptions, OptimizerOptions, effective_stage
+from rlhf.config.options import EngineOptions, TrainingOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
 from rlhf.distributed.zero3 import (
     Shards,
@@ -55,8 +55,7 @@ class Engine(Generic[M]):
     def __init__(
         self,
         model: M,
-        options: EngineOptions,
-        optimizer_options: OptimizerOptions,
+        options: TrainingOptions,
         total_steps: int,
         title: str = "",
         rates: Mapping[str, float] = MappingProxyType({}),
@@ -71,8 +70,7 @@ class Engine(Generic[M]):
             _checkpoint_activations(model)
         if options.torch_compile:
             cpu.compile_layers(model)
-        o = optimizer_options
-        warning = warmup_warning(o, total_steps)
+        warning = warmup_warning(options, total_steps)
         if warning is not None:
             console.say(f"{title}: {warning}" if title else warning)
         split = options.tensor_parallel_size > 1
@@ -82,13 +80,13 @@ class Engine(Generic[M]):
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
-        optimizer = optimizers.build(model.to(self.device), options.optim, o, rates, self._plain)
+        optimizer = optimizers.build(model.to(self.device), options, rates, self._plain)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(o, total_steps)),
-            config=deepspeed_config(options, o, dtype, sum(math.prod(full_shape(p)) for p in trained)),
+            lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(options, total_steps)),
+            config=deepspeed_config(options, dtype, sum(math.prod(full_shape(p)) for p in trained)),
         )
         if split:
             tensor_parallel.require_known_split(self._engine.module)
@@ -98,11 +96,10 @@ class Engine(Generic[M]):
         _allow_overflows(self._engine.optimizer)
         self._options = options
         self._ranks_in_mean = collectives.world_size() // options.tensor_parallel_size  # ranks of DeepSpeed's mean
-        self._max_norm = o.max_grad_norm
         self._steps = 0
         self._title = title
         self._overflows = 0
-        self.tolerance = Tolerance(o.max_bad_steps)
+        self.tolerance = Tolerance(options.max_bad_steps)
         for head, exact in zip(self._heads, heads, strict=True):  # DeepSpeed made master weights from the rounded ones
             optimizer_state.set_master(self._engine, head.weight, exact)
         self.forward_s = 0.0  # seconds of this rank's forward passes; the reader resets it
@@ -194,7 +191,8 @@ class Engine(Generic[M]):
             return float(self._engine.get_global_grad_norm()), bool(self._engine.was_step_applied())
         norm = tensor_parallel.gradient_norm(p for _, p in self._trained())
         if math.isfinite(norm):
-            self._engine.optimizer.scale = min(1.0, self._max_norm / (norm + 1e-6)) if self._max_norm else 1.0
+            most = self._options.max_grad_norm
+            self._engine.optimizer.scale = min(1.0, most / (norm + 1e-6)) if most else 1.0
             self._engine.step()
         else:
             self._engine.optimizer.zero_grad()
@@ -279,7 +277,7 @@ def _allow_overflows(optimizer: object) -> None:
         optimizer.loss_scaler.raise_error_at_min_scale = False
 
 
-def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype: torch.dtype, trained: int) -> Tree:
+def deepspeed_config(options: TrainingOptions, dtype: torch.dtype, trained: int) -> Tree:
     """The config of DeepSpeed. Gradient clipping is always explicit: its default changed from 0 to 1 in 0.19.3.
 
     Without sharding the config has no dtype and no clipping: our optimizer has master weights, and clips. DeepSpeed
@@ -294,8 +292,8 @@ def deepspeed_config(options: EngineOptions, optimizer: OptimizerOptions, dtype:
     zero["reduce_bucket_size"] = min(trained, BUCKET)
     if options.offload_optimizer:
         zero["offload_optimizer"] = _offload_device(options)
-    settings = deepspeed_settings(torch.float32 if plain else dtype, optimizer.micro_batch_size) | {
-        "gradient_clipping": 0.0 if plain else optimizer.max_grad_norm,
+    settings = deepspeed_settings(torch.float32 if plain else dtype, options.micro_batch_size) | {
+        "gradient_clipping": 0.0 if plain else options.max_grad_norm,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -48,8 +48,9 @@ class Loop:
         self, lm: PreTrainedModel, prompts: Prompts, sampling: SamplingOptions, uniforms: Tensor | None
     ) -> SampledRollout:
         refuse_recurrent(lm)
-        tokens, logprobs, mask = _Rollout(lm, prompts, sampling, uniforms, self._config, self._memory).sample()
-        return sampled(prompts, tokens, mask, logprobs, end_ids(lm, self._config.eos_token_id))
+        choice = _Choice.from_options(lm, sampling, self._config, greedy=uniforms is None)
+        tokens, logprobs, mask = _Rollout(lm, prompts, choice, uniforms, self._memory).sample()
+        return sampled(prompts, tokens, mask, logprobs, choice.ends)
 
     def release(self) -> None:
         """Free the memory of the cache, unless there is room for it beside the models that train next."""
@@ -95,7 +96,8 @@ def steps(
     On devices other than a CPU the host learns late that they have (`_Unfinished`), so some further steps follow.
     Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.
     """
-    rollout = _Rollout(lm, prompts, sampling, uniforms, config, Memory())
+    choice = _Choice.from_options(lm, sampling, config, greedy=uniforms is None)
+    rollout = _Rollout(lm, prompts, choice, uniforms, Memory())
     table = rollout.table
     for column in rollout.columns():
         yield Step(table.tokens[:, column], table.logprobs[:, column], table.sampled[:, column])
@@ -105,26 +107,17 @@ class _Rollout:
     """B responses while they are sampled, into a table with B rows."""
 
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        prompts: Prompts,
-        sampling: SamplingOptions,
-        uniforms: Tensor | None,
-        config: BackendOptions,
-        memory: Memory,
+        self, lm: PreTrainedModel, prompts: Prompts, choice: "_Choice", uniforms: Tensor | None, memory: Memory
     ) -> None:
-        self._lm, self._prompts, self._memory = lm, prompts.to("cpu"), memory
-        self._choice = _Choice(
-            sampling.temperature, uniforms is None, end_ids(lm, config.eos_token_id), config.pad_token_id
-        )
+        self._lm, self._prompts, self._choice, self._memory = lm, prompts.to("cpu"), choice, memory
         self._fixed = packs(lm)
         """whether the shapes of a step do not depend on the tokens so far"""
         device, mask = lm.device, self._prompts.mask[:, self._prompts.mask.any(0)]
-        self._start, self._end = mask.shape[1], mask.shape[1] + sampling.response_length
+        self._start, self._end = mask.shape[1], mask.shape[1] + choice.response_length
         memory.begin(lm, self._fixed)
         self.table = memory.table(len(prompts), memory.capacity(self._end))
-        on_device = None if uniforms is None else to_device(uniforms[:, : sampling.response_length], device)
-        self.table.begin(to_device(mask, device), to_device(mask.sum(1), device), on_device, config.pad_token_id)
+        on_device = None if uniforms is None else to_device(uniforms[:, : choice.response_length], device)
+        self.table.begin(to_device(mask, device), to_device(mask.sum(1), device), on_device, choice.pad_token_id)
 
     def sample(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, log-probs and mask, each [B, T] on the CPU, with T at most `response_length`."""
@@ -181,12 +174,21 @@ class _Rollout:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How the next token is chosen."""
+    """How the next token is chosen, and when a response ends. It is part of the key of a recorded step."""
 
     temperature: float
     greedy: bool
+    response_length: int = field(compare=False)
+    """maximum number of tokens; a step does not depend on it"""
     ends: tuple[int, ...]
     pad_token_id: int
+
+    @classmethod
+    def from_options(
+        cls, lm: PreTrainedModel, sampling: SamplingOptions, config: BackendOptions, greedy: bool
+    ) -> "_Choice":
+        ends = end_ids(lm, config.eos_token_id)
+        return cls(sampling.temperature, greedy, sampling.response_length, ends, config.pad_token_id)
 
     def append(self, table: Table, logits: Tensor) -> None:
         """Choose a token of each row from logits [R, V], and append it to the table."""

@@ -245,7 +245,7 @@ def _check_logprobs(lm: PreTrainedModel, rollout: SampledRollout, sampling: Samp
 
     Raises: UserError if the log-probs of sampling differ from those of `lm`.
     """
-    scored = Policy(lm)(rollout.sequences, sampling.temperature)[0][:, rollout.prompt_ids.shape[1] :]
+    scored = Policy(lm)(rollout.sequences, sampling.temperature).logprobs[:, rollout.prompt_ids.shape[1] :]
     difference = float((scored - rollout.sampled_logprobs)[rollout.mask].abs().mean())
     if not difference < MAX_LOGPROB_DIFFERENCE:
         raise UserError(

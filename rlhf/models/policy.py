@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,17 @@ from rlhf.types import Sequences, to_device
 
 Entropy = Literal["none", "watched", "trained"]
 Learns = Literal["all", "head"]
+
+
+class TokenOutput(NamedTuple):
+    """What a pass gives for each token. A tuple, because ZeRO-3 looks for tensors in tuples, lists and dicts only."""
+
+    logprobs: Tensor
+    """[B, S]"""
+    entropies: Tensor | None = None
+    """[B, S]; None: not asked for"""
+    values: Tensor | None = None
+    """fp32 [B, S], at every token; None: the policy has no value head"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +52,16 @@ class Policy(nn.Module):
         """Whether rows are packed, so that no padding is computed."""
         return packing.packs(self.lm)
 
-    def forward(
-        self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none") -> TokenOutput:
         """Log-probs, and entropies if wanted, of the tokens under the loss mask, on the device of the model.
 
         `logprobs[b, s]` is log pi(ids[b, s] | ids[b, :s]) in fp32, with logits divided by `temperature`;
-        `entropy[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient.
-        Both are [B, S] and 0 off the loss mask. Only the states that a token is predicted from pass through the head.
+        `entropies[b, s]` is that of the distribution token s was drawn from; only "trained" gives it a gradient.
+        Both are 0 off the loss mask. Only the states that a token is predicted from pass through the head.
         """
-        logprobs, entropies, _ = self._read(sequences, temperature, entropy)
-        return logprobs, entropies
+        return self._read(sequences, temperature, entropy)[0]
 
-    def _read(self, sequences: Sequences, temperature: float, entropy: Entropy) -> tuple[Tensor, Tensor | None, States]:
+    def _read(self, sequences: Sequences, temperature: float, entropy: Entropy) -> tuple[TokenOutput, States]:
         """The same, and the hidden states that the head reads."""
         s, device = sequences, self.lm.device
         on_mask = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
@@ -63,16 +71,17 @@ class Policy(nn.Module):
         states = States(hidden[0].flatten(0, 1), to_device(inputs.states, device))
         logits, ids = output.logits[0], to_device(s.ids[on_mask], device)
         predicted = tuple(to_device(index, device) for index in on_mask)
-        empty = torch.zeros(s.ids.shape, device=device)
+
+        def placed(values: Tensor) -> Tensor:
+            return torch.zeros(s.ids.shape, dtype=values.dtype, device=device).index_put(predicted, values)
+
         if entropy == "watched":
-            logprobs, spread = ops.logprobs_and_entropy(logits, ids, temperature)
-            placed_spread = empty.to(spread).index_put(predicted, spread)
-            return empty.to(logprobs).index_put(predicted, logprobs), placed_spread, states
+            logprobs, entropies = ops.logprobs_and_entropy(logits, ids, temperature)
+            return TokenOutput(placed(logprobs), placed(entropies)), states
         logprobs = ops.token_logprobs(logits, ids, temperature)
-        placed = empty.to(logprobs).index_put(predicted, logprobs)
         if entropy == "none":
-            return placed, None, states
-        return placed, empty.to(logprobs).index_put(predicted, ops.entropy(logits, temperature)), states
+            return TokenOutput(placed(logprobs)), states
+        return TokenOutput(placed(logprobs), placed(ops.entropy(logits, temperature))), states
 
 
 class ActorCritic(Policy):
@@ -82,25 +91,21 @@ class ActorCritic(Policy):
         super().__init__(lm)
         self.score = head
 
-    def forward(  # type: ignore[override]  # a third result after those of a policy
-        self,
-        sequences: Sequences,
-        temperature: float = 1.0,
-        entropy: Entropy = "none",
-        learns: Learns = "all",
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As `Policy.forward`, and of the same pass the value at every token, fp32 [B, S], 0 off the mask.
+    def forward(
+        self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none", learns: Learns = "all"
+    ) -> TokenOutput:
+        """As `Policy.forward`, and of the same pass the values, 0 off the mask.
 
         learns: "head": a loss of the values has a gradient for the value head alone.
         Every weight has a gradient, perhaps 0, in every backward pass, as ZeRO requires: each result has the other one
         times 0 in it.
         """
-        logprobs, entropies, states = self._read(sequences, temperature, entropy)
+        output, states = self._read(sequences, temperature, entropy)
         hidden = states.hidden if learns == "all" else states.hidden.detach()
         scalars = self.score(hidden).flatten().gather(0, states.tokens.flatten()).view_as(states.tokens)
         values = ops.zero_off_mask(scalars, to_device(sequences.mask, scalars.device))
-        nothing = 0.0 * (logprobs.sum() + values.sum())
-        return logprobs + nothing, entropies, values + nothing
+        nothing = 0.0 * (output.logprobs.sum() + values.sum())
+        return TokenOutput(output.logprobs + nothing, output.entropies, values + nothing)
 
     def critic(self) -> ScalarModel:
         """The critic alone, with the same weights."""

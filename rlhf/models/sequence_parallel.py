@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
-from rlhf.models.policy import Entropy, Policy
+from rlhf.models.policy import Entropy, Policy, TokenOutput
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import JoinedPairs, Sequences, to_device
 
@@ -40,14 +40,12 @@ class SplitPolicy(Policy):
         super().__init__(lm)
         self._stretch = Stretch(lm)
 
-    def forward(
-        self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none"
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none") -> TokenOutput:
         """As `Policy.forward`, for the whole rows; without entropies."""
         assert entropy == "none", "entropies are not supported with sequence parallelism"
         stretch, length, device = self._stretch, sequences.ids.shape[1], self.lm.device
-        targets = stretch.of(sequences.ids.roll(-1, 1))
-        counts = stretch.of(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
+        targets = stretch.part(sequences.ids.roll(-1, 1))
+        counts = stretch.part(F.pad(sequences.loss_mask[:, 1:], (0, 1)))
         columns = counts.any(0).nonzero().squeeze(1)  # [K] of the stretch; there may be none
         on_host = (columns, counts[:, columns], targets[:, columns])
         predicting, mask, ids = (to_device(x, device) for x in on_host)
@@ -55,7 +53,7 @@ class SplitPolicy(Policy):
         logprobs = ops.token_logprobs(output.logits, ids, temperature)
         own_logprobs = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
         own_logprobs = own_logprobs.index_copy(1, predicting, torch.where(mask, logprobs, 0.0))
-        return F.pad(stretch.gather(own_logprobs), (1, 0))[:, :length], None
+        return TokenOutput(F.pad(stretch.gather(own_logprobs), (1, 0))[:, :length])
 
 
 class SplitScalarModel(ScalarModel):
@@ -87,7 +85,7 @@ class Stretch:
         AttentionInterface.register(ATTENTION, self._attend)
         model.set_attn_implementation(ATTENTION)
 
-    def of(self, rows: Tensor) -> Tensor:
+    def part(self, rows: Tensor) -> Tensor:
         """The stretch [B, L] of rows [B, S], padded to L * ranks with zeros."""
         length = -(-rows.shape[1] // self._size)
         padded = F.pad(rows, (0, length * self._size - rows.shape[1]))
@@ -98,7 +96,7 @@ class Stretch:
         assert not (rows.mask[:, 1:] > rows.mask[:, :-1]).any(), "rows are padded on the left"
         positions = ops.positions(rows.mask).masked_fill(~rows.mask, 0)
         inputs = {"input_ids": rows.ids, "position_ids": positions}
-        return {name: to_device(self.of(value), device) for name, value in inputs.items()}
+        return {name: to_device(self.part(value), device) for name, value in inputs.items()}
 
     def gather(self, own: Tensor) -> Tensor:
         """All stretches [B, L * ranks] in order; in the backward pass each rank gets the gradient of its own."""

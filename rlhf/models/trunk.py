@@ -72,7 +72,7 @@ class Role(nn.Module):
     trunk: Trunk
     role: str
 
-    def on(self, trunk: Trunk, role: str, trained: bool) -> None:
+    def bind(self, trunk: Trunk, role: str, trained: bool) -> None:
         """Bind the model to its role. trained: whether the weights of the role require gradients"""
         self.trunk, self.role = trunk, role
         every = {id(weight) for _, weight in super().named_parameters()}
@@ -106,7 +106,7 @@ class PolicyRole(Role, Policy):
 
     def __init__(self, trunk: Trunk, role: str, trained: bool = True) -> None:
         super().__init__(trunk.lm)
-        self.on(trunk, role, trained)
+        self.bind(trunk, role, trained)
 
 
 class ActorCriticRole(Role, ActorCritic):
@@ -114,7 +114,7 @@ class ActorCriticRole(Role, ActorCritic):
 
     def __init__(self, trunk: Trunk, role: str, head: ScoreHead) -> None:
         super().__init__(trunk.lm, head)
-        self.on(trunk, role, trained=True)
+        self.bind(trunk, role, trained=True)
 
 
 class ScalarRole(Role, ScalarModel):
@@ -122,7 +122,7 @@ class ScalarRole(Role, ScalarModel):
 
     def __init__(self, trunk: Trunk, role: str, head: ScoreHead, trained: bool) -> None:
         super().__init__(trunk.backbone, head)
-        self.on(trunk, role, trained)
+        self.bind(trunk, role, trained)
 
 
 def prepare_inference(model: nn.Module) -> None:

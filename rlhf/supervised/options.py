@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from data.config import BatchOptions, DataOptions
-from rlhf.config.options import EngineOptions, ModelPath, OptimizerOptions, RunOptions
+from rlhf.config.options import ModelPath, RunOptions, TrainingOptions
 
 _INTERVAL = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>epochs?)?")
 
@@ -26,7 +26,7 @@ Interval = Annotated[str, BeforeValidator(_as_text), AfterValidator(_interval)]
 """`100`: optimizer steps; `0.5epochs`: a multiple of the optimizer steps of an epoch."""
 
 
-class SupervisedOptions(DataOptions, BatchOptions, EngineOptions, OptimizerOptions, RunOptions):
+class SupervisedOptions(DataOptions, BatchOptions, TrainingOptions, RunOptions):
     """One model that is trained in passes over one data set."""
 
     STEP_ROWS: ClassVar[str | None] = "batch_size"

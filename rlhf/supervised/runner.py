@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, batches_of
+from data.batches import Batches
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from rlhf import adapters, console
 from rlhf.config.declaration import Declaration
@@ -214,5 +214,7 @@ class BestModel:
 
 
 def batches_for(dataset: PromptDataset[Any], config: SupervisedOptions, ranks: tuple[int, int]) -> Batches:
-    """The batches of this rank. ranks: (number of this rank, number of ranks)"""
-    return batches_of(dataset.row_lengths, config, config.seed, ranks, dataset.elements)
+    """The batches of this rank, with every item in each epoch. ranks: (number of this rank, number of ranks)"""
+    lengths = dataset.row_lengths
+    rows = lengths if config.group_by_length or config.batch_tokens else len(lengths)
+    return Batches(rows, config.batch_size, config.seed, ranks, config.batch_tokens, dataset.elements, drop_last=False)

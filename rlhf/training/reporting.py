@@ -20,7 +20,9 @@ Rows = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _OpenTracker:
+    """A tracker that has not failed."""
+
     name: str
     tracker: Tracker
     sent: Rows
@@ -43,27 +45,27 @@ class Reporter:
         run_ids: dict[str, str] = disk.read_json(path) if done and path.is_file() else {}
         config = _flat(masked(options.model_dump(mode="json")))
         self.failures: list[str] = []
-        self._open: list[_Open] = []
+        self._open: list[_OpenTracker] = []
         for spec in options.report_to:
             name, _ = plugins.parse_spec(spec)
             run = TrackedRun(directory.resolve().parent.name, directory.name, directory, done, run_ids.get(name))
             tracker = open_tracker(spec)
             is_repeated = run.run_id is not None and not tracker.rewinds
-            self._open.append(_Open(name, tracker, recorded if is_repeated else frozenset()))
+            self._open.append(_OpenTracker(name, tracker, recorded if is_repeated else frozenset()))
             run_ids |= self._start(self._open[-1], run, config)
         if options.report_to:
             disk.write_json(path, run_ids)
 
-    def _start(self, each: _Open, run: TrackedRun, config: Mapping[str, Scalar]) -> dict[str, str]:
+    def _start(self, entry: _OpenTracker, run: TrackedRun, config: Mapping[str, Scalar]) -> dict[str, str]:
         """The id of the tracker's run by its name; nothing if it could not be started."""
         run_ids = {}
 
         def start(tracker: Tracker) -> None:
-            run_ids[each.name] = tracker.start(run)
+            run_ids[entry.name] = tracker.start(run)
             if run.run_id is None:
                 tracker.log_config(config)
 
-        self._call(each, start)
+        self._call(entry, start)
         return run_ids
 
     def metrics(self, kind: str, step: int, metrics: Metrics) -> None:
@@ -86,22 +88,22 @@ class Reporter:
 
     def close(self) -> None:
         """End the trackers' runs. A second call does nothing."""
-        for each in tuple(self._open):
-            self._call(each, lambda tracker: tracker.finish())
+        for entry in tuple(self._open):
+            self._call(entry, lambda tracker: tracker.finish())
         self._open = []
 
     def _send(self, kind: str, step: int, send: Callable[[Tracker], None]) -> None:
-        for each in tuple(self._open):
-            if (kind, step) not in each.sent:
-                self._call(each, send)
+        for entry in tuple(self._open):
+            if (kind, step) not in entry.sent:
+                self._call(entry, send)
 
-    def _call(self, each: _Open, call: Callable[[Tracker], None]) -> None:
+    def _call(self, entry: _OpenTracker, call: Callable[[Tracker], None]) -> None:
         with plugins.CatchUserCode() as caught:
-            call(each.tracker)
+            call(entry.tracker)
         if caught.error is not None:
-            self._open.remove(each)
+            self._open.remove(entry)
             reason = plugins.error_location(caught.error)
-            self.failures.append(f"tracker {each.name} fails and is left out from here on ({reason})")
+            self.failures.append(f"tracker {entry.name} fails and is left out from here on ({reason})")
             console.say(f"warning: {self.failures[-1]}; metrics.jsonl has it all")
 
 

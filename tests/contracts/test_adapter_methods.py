@@ -126,7 +126,11 @@ OPTIMIZER = OptimizerOptions(learning_rate=1e-2, lr_scheduler_type="constant", w
 
 def policy_engine(method: str, **options: Any) -> Engine:
     model = wrapped(method, start())
-    return Engine(Policy(model), EngineOptions(**{"dtype": "fp32", "zero_stage": 0, **options}), OPTIMIZER, 3)
+    return Engine(
+        Policy(model),
+        tiny.training_options(EngineOptions(**{"dtype": "fp32", "zero_stage": 0, **options}), OPTIMIZER),
+        3,
+    )
 
 
 def train(engine: Engine, steps: int) -> list[float]:
@@ -178,7 +182,7 @@ def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Pat
         shards = None
     lm = load_causal_lm(base, torch.float32, tiny.VOCAB, Loading(shards=shards))
     options = EngineOptions(dtype="fp32", zero_stage=3, gather_whole=False, gradient_checkpointing=True)
-    sharded = Engine(Policy(wrapped(method, lm)), options, OPTIMIZER, 3)
+    sharded = Engine(Policy(wrapped(method, lm)), tiny.training_options(options, OPTIMIZER), 3)
     respond(sharded)  # before the first pass of the engine
     assert train(sharded, 2) == pytest.approx(losses_at_once, abs=1e-5)
 
@@ -187,7 +191,7 @@ def test_training_resume_saving_and_shards(method: str, base: str, tmp_path: Pat
 def test_a_reward_model_is_saved_and_scores_the_same(method: str, tmp_path: Path) -> None:
     backbone = wrapped(method, tiny.backbone("qwen2", num_hidden_layers=1))
     model = ScalarModel(backbone, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]))
-    engine = Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 3)
+    engine = Engine(model, tiny.training_options(EngineOptions(dtype="fp32"), OPTIMIZER), 3)
     first = engine.module.score.weight.detach().clone()
     for _ in range(2):
         engine.step([ROWS], lambda rows: (engine(rows)[rows.mask].mean(), {}))

@@ -51,7 +51,9 @@ def disturbed(model: nn.Module) -> nn.Module:
 
 def policy_engine(adapter: str, family: str = "llama", **options: Any) -> Engine:
     policy = Policy(adapters.wrap(tiny.causal_lm(family), adapter))
-    return Engine(policy, EngineOptions(**{"dtype": "fp32", "zero_stage": 1, **options}), OPTIMIZER, 3)
+    return Engine(
+        policy, tiny.training_options(EngineOptions(**{"dtype": "fp32", "zero_stage": 1, **options}), OPTIMIZER), 3
+    )
 
 
 def train(engine: Engine, steps: int = 3) -> list[float]:
@@ -96,7 +98,7 @@ def test_with_the_adapter_off_it_is_the_reference(adapter: str, family: str) -> 
     actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), adapter)))
     changed = logprobs(actor)
     frozen: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
-    with Reference(adapters.open_adapter(adapter)).of(frozen) as reference:
+    with Reference(adapters.open_adapter(adapter)).inference(frozen) as reference:
         assert torch.equal(logprobs(reference), expected)
     assert torch.equal(logprobs(actor), changed) and greatest(changed - expected) > 1e-2
 
@@ -112,5 +114,5 @@ def test_an_engine_trains_the_adapter_and_nothing_else(adapter: str, stage: int)
     after = weights(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and changed <= trained
-    with Reference(adapters.open_adapter(adapter)).of(engine) as reference:
+    with Reference(adapters.open_adapter(adapter)).inference(engine) as reference:
         assert torch.equal(logprobs(reference), logprobs(Policy(tiny.causal_lm())))

@@ -60,7 +60,7 @@ def plain_logprobs(model: Any, rows: Sequences) -> Tensor:
 
 
 def trained(model: Any, loss: Any, steps: int = 2) -> tuple[Engine, list[float]]:
-    engine = Engine(model, OPTIONS, OPTIMIZER, steps)
+    engine = Engine(model, tiny.training_options(OPTIONS, OPTIMIZER), steps)
     return engine, [engine.step([ROWS], lambda rows: loss(engine, rows))["loss"] for _ in range(steps)]
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_policy
 from rlhf.engine.training import Engine
 from rlhf.models.load import load_causal_lm
@@ -129,7 +129,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for family in tiny.FAMILIES:
             policy = Policy(tiny.causal_lm(family, eos_token_id=5))  # the tokenizer knows better
             policy.lm.generation_config.top_p = 0.6  # without do_sample, as Llama 2 has it: not savable
-            engine = Engine(policy, EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+            engine = Engine(policy, TrainingOptions(dtype="fp32"), 1)
             save_policy(engine, None, tokenizer, folder / family)
             with engine.inference() as policy:
                 logits = policy.lm(input_ids=ROWS.ids).logits

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf import adapters, rewards
 from rlhf.chain import export
-from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
+from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
 from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
@@ -57,7 +57,7 @@ from tests.support.resuming import ABOUT
 pytestmark = pytest.mark.usefixtures("ranks")
 
 ADAPTER = "lora,r=4"
-FP32: Any = EngineOptions(dtype="fp32")
+FP32: Any = TrainingOptions(dtype="fp32")
 QUANTIZED = "llama nf4"
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 
@@ -97,7 +97,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     reward = disturbed(ScalarModel(backbone, head), 2)
     for name, model, save in (("policy", policy, save_policy), ("reward", reward, save_scalar)):
         (out / name).mkdir()
-        save(Engine(model, FP32, OptimizerOptions(), 1), AdapterAlone(str(out / "base")), tokenizer, out / name)
+        save(Engine(model, FP32, 1), AdapterAlone(str(out / "base")), tokenizer, out / name)
     return Folders(*(str(out / name) for name in ("base", "policy", "reward")), kind or "none")
 
 
@@ -132,8 +132,8 @@ def four_copies(config: Any, folders: Folders, together: Learner) -> Learner:
     frozen = FrozenEngine(policy_of_peft(folders), FrozenOptions(), torch.float32)
     return replace(
         together,
-        actor=Engine(policy_of_peft(folders), config, config, 12, "actor"),
-        critic=Engine(scalar_of_peft(folders), config, of_critic, 12, "critic"),
+        actor=Engine(policy_of_peft(folders), config, 12, "actor"),
+        critic=Engine(scalar_of_peft(folders), of_critic, 12, "critic"),
         scorer=replace(
             together.scorer, reference=Reference(frozen), sources=rewards.open_sources(config.reward, context)
         ),
@@ -180,7 +180,7 @@ def test_one_base_computes_what_four_copies_do(
     folders: Folders, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored, options = rollouts_of(monkeypatch), config(folders, tmp_path, gradient_checkpointing=checkpointing)
-    together = step3_models.set_up(options, tiny.tokenizer())
+    together = step3_models.set_up(options, tiny.tokenizer(), None)
     apart = four_copies(options, folders, together)
     quantized = [len(quantized_layers(each.actor.module)) for each in (together, apart)]
     assert quantized == ([14, 14] if folders.quantize == "nf4" else [0, 0])
@@ -208,7 +208,7 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
     """Not even the first iteration's first step has a ratio other than 1, and only two of the four adapters train. The
     modules are visited once to set them to training mode."""
     options = config(folders, tmp_path)
-    models = step3_models.set_up(options, tiny.tokenizer())
+    models = step3_models.set_up(options, tiny.tokenizer(), None)
     lm = models.actor.module.lm
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
     modes: list[bool] = []
@@ -222,7 +222,7 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
     trained = {name for name in before if {"policy", "critic"} & {*name.split(".")}}
     assert changed == trained
     assert {*before} - trained and {name for name, weight in lm.named_parameters() if weight.requires_grad} == trained
-    with models.scorer.reference.of(models.actor) as reference:
+    with models.scorer.reference.inference(models.actor) as reference:
         plain: Any = AutoPeftModelForCausalLM.from_pretrained(folders.policy)
         torch.testing.assert_close(reference(ROWS)[0], Policy(plain.base_model.model)(ROWS)[0], rtol=0, atol=1e-5)
 
@@ -234,12 +234,12 @@ def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
     def state(learner: Learner) -> Any:
         return stage.resumable(learner, {})
 
-    whole = step3_models.set_up(options, tiny.tokenizer())
+    whole = step3_models.set_up(options, tiny.tokenizer(), None)
     run = iterations(whole, options)
     next(run)
     assert checkpoints.save(tmp_path, 1, state(whole), ABOUT, 2) is None
     expected = list(run)
-    resumed = step3_models.set_up(options, tiny.tokenizer())
+    resumed = step3_models.set_up(options, tiny.tokenizer(), None)
     newest = checkpoints.newest(tmp_path)
     assert newest is not None
     newest.restore(state(resumed), seed=0)
@@ -263,7 +263,7 @@ def test_further_reward_models_are_adapters_too(folders: Folders, tmp_path: Path
     export.merge(other, Path(whole))
     options = config(folders, tmp_path)
     options = options.model_copy(update={"reward": ("learned", *(f"learned,model={path}" for path in (other, whole)))})
-    together = step3_models.set_up(options, tiny.tokenizer())
+    together = step3_models.set_up(options, tiny.tokenizer(), None)
     assert list(together.context.loaded) == [folders.reward, other]
     bases = {id(model.backbone) for model in together.context.loaded.values()}
     assert bases == {id(together.actor.module.lm.base_model)}
@@ -321,7 +321,7 @@ def test_an_adapter_on_one_use_of_tied_weights_changes_that_use(family: str, lay
     (tmp_path / "alone").mkdir()
     lm.config.save_pretrained(tmp_path / "alone")
     adapter_files.save(lm, adapter_files.ONLY, str(base), tmp_path / "alone")
-    engine = Engine(Policy(lm), FP32, OptimizerOptions(), 1)
+    engine = Engine(Policy(lm), FP32, 1)
     (tmp_path / "whole").mkdir()
     save_policy(engine, spec, tiny.tokenizer(), tmp_path / "whole")
     atol = tiny.ORDERS * float(expected.abs().max())

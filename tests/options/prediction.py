@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from step1_sft.stage import FINE_TUNING as sft
-from step3_ppo import inputs
+from step3_ppo import inputs, ptx
 from tests.options import cases, rows
 from tests.options.cases import Bundle
 from tests.options.comparison import Comparison
@@ -63,7 +63,7 @@ def packed(config: Any, length: int) -> list[list[Ids]]:
 def ptx_rows(config: Any, o: dict[str, Any]) -> list[Ids]:
     """What the actor is fine-tuned on beside its rewards: fine-tuning's share of the rows, or a file of its own."""
     tokenizer, _ = inputs.open_data(config, config.actor_model)
-    dataset = inputs.open_ptx(config, tokenizer)
+    dataset = ptx.open_ptx(config, tokenizer)
     assert dataset is not None
     texts = [item.ids for item in dataset]
     if o["ptx_objective"] == "text":

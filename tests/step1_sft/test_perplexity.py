@@ -22,7 +22,7 @@ def ranks() -> Iterator[None]:
 
 def test_eval_batch_size_rows_make_a_pass() -> None:
     policy, rows = Policy(players.language_model()), Rows(players.demonstrations(16))
-    engine, sizes = Engine(policy, SFTConfig(dtype="fp32"), SFTConfig(), 2), list[int]()
+    engine, sizes = Engine(policy, SFTConfig(dtype="fp32"), 2), list[int]()
     policy.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
     results = {}
     for rows_at_once in (None, 16, 5, 1):

@@ -148,7 +148,7 @@ def test_pairs_are_in_one_row_where_the_model_can_and_that_saves_tokens(
     dataset = reward_runs.rows_of(config)
     once = np.array([(1 + prompt + 1 if prompt else 3) + 2 * 13] * len(rows))
     assert (dataset.row_lengths.sum(1) == (once if prompt else once + 3)).all()
-    engine = Engine(reward_runs.scalar_model(family), config, config, 1)
+    engine = Engine(reward_runs.scalar_model(family), config, 1)
     assert scoring(engine, dataset, config, tiny.PAD) is way
     assert ("cannot separate them" in capsys.readouterr().out) == (family == "bloom")
 

@@ -101,9 +101,9 @@ def test_before_the_earlier_stages_run_the_critic_starts_from_the_same_model(
 def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
     """Weights of the actor, under a head of the seed, N(0, 1 / sqrt(d + 1)); no model of the run has its memory."""
     config = config_of(folder, reward_model=str(folder / "other"), seed=5)
-    tokenizer, _ = check(config)
+    checked = check(config)
     with tiny.one_rank():
-        models = set_up(resolve_models(config).config, tokenizer)
+        models = set_up(checked.models.config, checked.tokenizer, None)
     assert models.critic is not None
     actor, copied = models.actor.module.lm.model.state_dict(), models.critic.module.backbone.state_dict()
     assert all(torch.equal(weight, copied[name]) for name, weight in actor.items())

@@ -83,9 +83,9 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
     drawn = []
     for seed in (3, 4):
         config = options(tmp_path, seed=seed)
-        tokenizer, _ = ppo.check(config)
+        tokenizer = ppo.check(config).tokenizer
         with tiny.one_rank():
-            game = set_up(config, tokenizer)
+            game = set_up(config, tokenizer, None)
             assert isinstance(game.scorer.reference.source, FrozenEngine)
             with game.actor.inference() as actor, game.scorer.reference.source.inference() as reference:
                 own, other = actor.state_dict(), reference.state_dict()

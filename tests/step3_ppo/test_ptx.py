@@ -20,8 +20,7 @@ from rlhf.models.policy import Policy
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo.config import Step3Config
-from step3_ppo.inputs import describe_ptx, open_ptx
-from step3_ppo.ptx import Ptx
+from step3_ppo.ptx import Ptx, describe_ptx, open_ptx
 from step3_ppo.update import CreditedRollout, Trained, update
 from tests.support import tiny
 from tests.support.players import Players, demonstrations, first, language_model, players, twice_each
@@ -49,7 +48,7 @@ def test_with_no_advantage_it_is_fine_tuning() -> None:
     options = {**ONE_STEP, "ptx_coef": 1.0, "ptx_batch_size": 4, "adam_epsilon": 1e-3}
     game, rows = players("rloo", **options), demonstrations(4)
     metrics = learn(game, stream(game, rows))
-    tuned = Engine(Policy(language_model()), game.config, game.config, 100)
+    tuned = Engine(Policy(language_model()), game.config, 100)
     parts = [tiny_batch(rows[i : i + 1]) for i in range(4)]
     count = sum(int(part.loss_mask.sum()) for part in parts)
     plain = tuned.step(parts, lambda part: losses.token_nll(tuned(part)[0], part.loss_mask, count))
@@ -193,7 +192,7 @@ def test_a_stream_has_no_end_to_learn(tmp_path: Path) -> None:
 def test_the_entropy_has_the_gradient_of_its_formula() -> None:
     policy = Policy(language_model(torch.float64))
     rows = tiny.sequences([6, 9, 4], [2, 3, 1], width=9)
-    _, entropy = policy(rows, 0.7, entropy="trained")
+    entropy = policy(rows, 0.7, entropy="trained").entropies
     assert entropy is not None
     entropy.sum().backward()
     gradients = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
@@ -207,8 +206,8 @@ def test_the_entropy_has_the_gradient_of_its_formula() -> None:
 
 def test_an_entropy_that_is_only_watched_has_no_gradient() -> None:
     policy = Policy(language_model())
-    _, watched = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="watched")
-    _, trained = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="trained")
+    watched = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="watched").entropies
+    trained = policy(tiny.sequences([6, 9], [2, 3], width=9), entropy="trained").entropies
     assert watched is not None and trained is not None
     assert torch.allclose(watched, trained, atol=1e-5) and trained.requires_grad and not watched.requires_grad
 

@@ -54,7 +54,8 @@ def test_rollout_batches_are_joined_to_one(game: Players) -> None:
     draws = uniforms([(0, i) for i in range(4)], game.config.response_length)
     backend = open_backend("loop", eos_token_id=tiny.EOS, pad_token_id=tiny.PAD)
     for size in (1, 3, 4):
-        whole = generate(game.actor.inference(), backend, PROMPTS, game.config, draws, size)
+        config = game.config.model_copy(update={"rollout_batch_size": size})
+        whole = generate(game.actor.inference(), backend, PROMPTS, draws, config)
         tokens.append(whole.response_ids.masked_fill(~whole.mask, tiny.PAD))
         assert torch.equal(whole.mask, whole.sampled_logprobs != 0)
     assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])

@@ -53,7 +53,7 @@ class Rows(list[Any]):
 def fine_tuning() -> Numbers:
     """An epoch of two optimizer steps on four micro-batches each, then held-out perplexity."""
     config = SFTConfig(batch_size=8, micro_batch_size=2, dtype="fp32", num_train_epochs=1, learning_rate=1e-3)
-    policy, rows = Engine(Policy(packed(players.language_model())), config, config, 2), Rows(players.demonstrations(16))
+    policy, rows = Engine(Policy(packed(players.language_model())), config, 2), Rows(players.demonstrations(16))
     batches = Batches(len(rows), 8)
     metrics = list(sft_stage.train(policy, rows, batches, config, tiny.PAD))  # type: ignore[arg-type]
     perplexity = sft_stage.perplexity(policy, rows, config, tiny.PAD)  # type: ignore[arg-type]

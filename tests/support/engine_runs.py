@@ -79,7 +79,9 @@ def engine(
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
     torch.manual_seed(0)  # of the adapter's first weights
     lm = adapters.wrap((model or start()).to(dtype), adapter)
-    return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, optimizer, STEPS)
+    return Engine(
+        sequence_parallel.policy(lm, chosen.sequence_parallel_size), tiny.training_options(chosen, optimizer), STEPS
+    )
 
 
 def step(trained: Engine, rows: Sequences, size: int = 8) -> dict[str, float]:
@@ -149,7 +151,7 @@ def scored_in_bf16(options: dict[str, Any]) -> dict[str, Tensor]:
     """Two steps of a scalar model in bf16: its head's fp32 weight before (`first`) and after them (`weight`), and what
     then went into the head and came out (`states`, `scores`), in training and in inference."""
     model = ScalarModel(tiny.backbone(std=0.05).to(torch.bfloat16), ScoreHead(SCORE_HEAD, torch.bfloat16))
-    trained = Engine(model, EngineOptions(**{"dtype": "bf16", **options}), OPTIMIZER, STEPS)
+    trained = Engine(model, tiny.training_options(EngineOptions(**{"dtype": "bf16", **options}), OPTIMIZER), STEPS)
     first, rows = master(trained)["score.weight"], batches(1)[0]
     for _ in range(2):
         trained.step([rows], lambda micro: (-scores(trained(micro), micro.mask).mean() / collectives.world_size(), {}))

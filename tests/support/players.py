@@ -82,7 +82,7 @@ class Players:
         draws = uniforms([(seed, i) for i in range(len(prompts))], self.config.response_length)
         ends = {"eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
         drawing = open_backend(backend, **ends)
-        return generate(self.actor.inference(), drawing, prompts, self.config, draws, self.config.rollout_batch_size)
+        return generate(self.actor.inference(), drawing, prompts, draws, self.config)
 
     def score(self, rollout: SampledRollout) -> ScoredRollout:
         return score(rollout, self.actor, self.critic, self.scorer)
@@ -123,20 +123,20 @@ def players(algorithm: str, **changes: Any) -> Players:
     roles = on_a_trunk(config) if config.share_trunk else None
     head = ScoreHead(0.1 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(2)), dtype)
     frozen = Policy(language_model(dtype)) if roles is None else roles.reference
-    reference = FrozenEngine(frozen, config.reference.beside(config), dtype)
+    reference = FrozenEngine(frozen, config.reference.follow(config), dtype)
     critic_options = config.model_copy(update={"learning_rate": config.critic_learning_rate})
     steps = 100
     built = algorithms.load(config)
     critic: Engine | None
     if config.critic_model == "shared":
         rates = {HEAD: config.critic_learning_rate}
-        actor = critic = Engine(ActorCritic(language_model(dtype), head), config, config, steps, rates=rates)
+        actor = critic = Engine(ActorCritic(language_model(dtype), head), config, steps, rates=rates)
     else:
         policy = Policy(language_model(dtype)) if roles is None else roles.actor
-        actor, critic = Engine(policy, config, config, steps), None
+        actor, critic = Engine(policy, config, steps), None
         if built.value_loss is not None:
             value_model = ScalarModel(tiny.backbone().to(dtype), head) if roles is None else roles.critic
-            critic = Engine(value_model, config, critic_options, steps)
+            critic = Engine(value_model, critic_options, steps)
     return Players(
         config=config,
         actor=actor,

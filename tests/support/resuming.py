@@ -25,7 +25,7 @@ def with_dropout(options: dict[str, Any], adapter: str | None = None) -> Engine:
     chosen = EngineOptions(**{"dtype": "fp32", **options})
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
     model = tiny.causal_lm("gpt2", std=0.05, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1).to(dtype)
-    return Engine(Policy(model), chosen, engine_runs.OPTIMIZER, engine_runs.STEPS)
+    return Engine(Policy(model), tiny.training_options(chosen, engine_runs.OPTIMIZER), engine_runs.STEPS)
 
 
 def state_of(engine: Engine, best: BestWeights | None = None) -> Resumable:

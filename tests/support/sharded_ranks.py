@@ -75,7 +75,12 @@ def make(folder: Path) -> None:
         tiny.causal_lm(family, std=0.05).save_pretrained(folder / family)
     with tiny.one_rank():
         model = ScalarModel(tiny.backbone(), ScoreHead(HEAD))
-        save_scalar(Engine(model, EngineOptions(dtype="fp32"), OPTIMIZER, 1), None, tiny.tokenizer(), folder / "reward")
+        save_scalar(
+            Engine(model, tiny.training_options(EngineOptions(dtype="fp32"), OPTIMIZER), 1),
+            None,
+            tiny.tokenizer(),
+            folder / "reward",
+        )
 
 
 def policy(path: Path, kind: str, adapter: str | None = None) -> Engine:
@@ -83,7 +88,7 @@ def policy(path: Path, kind: str, adapter: str | None = None) -> Engine:
     shards = None if kind == "whole" else shards_of(options)
     lm = load_causal_lm(str(path), torch.float32, tiny.VOCAB + ADDED, Loading(shards=shards))
     torch.manual_seed(0)  # of the adapter's first weights
-    return Engine(Policy(adapters.wrap(lm, adapter)), options, OPTIMIZER, STEPS)
+    return Engine(Policy(adapters.wrap(lm, adapter)), tiny.training_options(options, OPTIMIZER), STEPS)
 
 
 def trained(folder: Path, family: str, kind: str, adapter: str | None = None) -> dict[str, Any]:

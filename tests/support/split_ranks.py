@@ -41,7 +41,9 @@ def engine_of(path: Path, options: dict[str, Any]) -> Engine:
     chosen = EngineOptions(**{"dtype": "fp32", **options})
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.dtype]
     lm = load_causal_lm(str(path), dtype, tiny.VOCAB)
-    return Engine(sequence_parallel.policy(lm, chosen.sequence_parallel_size), chosen, OPTIMIZER, STEPS)
+    return Engine(
+        sequence_parallel.policy(lm, chosen.sequence_parallel_size), tiny.training_options(chosen, OPTIMIZER), STEPS
+    )
 
 
 def trained(
@@ -108,7 +110,9 @@ def scored(size: int) -> list[list[float]]:
     """Scores of rows by a scalar model, before and after steps that raise them."""
     head = ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None])
     model = sequence_parallel.scalar_model(ScalarModel(tiny.backbone(std=0.05), head), size)
-    engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
+    engine = Engine(
+        model, tiny.training_options(EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER), STEPS
+    )
     rows = tiny.sequences([5, 9, 7, 8, 6, 4, 5, 6], [1] * 8)
     mine = rows[torch.arange(collectives.dp_rank(), len(rows), collectives.dp_size())]
     results = []
@@ -122,7 +126,9 @@ def scored(size: int) -> list[list[float]]:
 def one_sided(size: int) -> list[float]:
     """Losses of rows of which only tokens at the beginning count, so that the second stretch predicts nothing."""
     model = sequence_parallel.policy(tiny.causal_lm(std=0.05), size)
-    engine = Engine(model, EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER, STEPS)
+    engine = Engine(
+        model, tiny.training_options(EngineOptions(dtype="fp32", sequence_parallel_size=size), OPTIMIZER), STEPS
+    )
     rows = tiny.sequences([12, 9, 11, 7], [2] * 4)
     rows.loss_mask[:, 5:] = False
     mine = rows[torch.arange(collectives.dp_rank(), len(rows), collectives.dp_size())]

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rlhf.config.options import EngineOptions, OptimizerOptions, TrainingOptions
 from rlhf.distributed import collectives
 from rlhf.models import packing
 from rlhf.models.traits import attention_options
@@ -183,6 +184,11 @@ def prompts(lengths: list[int], seed: int = 0) -> Prompts:
     ids[torch.arange(len(lengths)), width - torch.tensor(lengths)] = BOS
     texts = [" ".join(f"w{i}" for i in row[mask_row][1:].tolist()) for row, mask_row in zip(ids, mask, strict=True)]
     return Prompts(ids.masked_fill(~mask, PAD), mask, tuple(Row((Message("user", text),)) for text in texts))
+
+
+def training_options(engine: EngineOptions, optimizer: OptimizerOptions) -> TrainingOptions:
+    """Both as the options of one trained model."""
+    return TrainingOptions(**engine.model_dump(), **optimizer.model_dump())
 
 
 @contextlib.contextmanager

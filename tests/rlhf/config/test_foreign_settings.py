@@ -13,7 +13,7 @@ import yaml
 from rlhf import console
 from rlhf.chain import command as train
 from rlhf.config import accelerate_settings, foreign_settings
-from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.config.options import EngineOptions, TrainingOptions
 from rlhf.engine.training import deepspeed_config
 from rlhf.errors import UserError
 from rlhf.training.checks import check_steps
@@ -118,9 +118,9 @@ def test_the_json_of_transformers(printed: Printed) -> None:
 
 def test_deepspeed_gets_what_only_it_knows(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(CHAT | {"comms_logger": {"enabled": True, "verbose": True}}))
-    options = EngineOptions(zero_stage=3, dtype="fp32", deepspeed_config=str(tmp_path / "ds.json"))
-    config = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)
-    own = deepspeed_config(EngineOptions(zero_stage=3, dtype="fp32"), OptimizerOptions(), torch.float32, 10)
+    options = TrainingOptions(zero_stage=3, dtype="fp32", deepspeed_config=str(tmp_path / "ds.json"))
+    config = deepspeed_config(options, torch.float32, 10)
+    own = deepspeed_config(TrainingOptions(zero_stage=3, dtype="fp32"), torch.float32, 10)
     assert config["zero_optimization"] == own["zero_optimization"] | {
         "overlap_comm": True,
         "stage3_param_persistence_threshold": 1e4,

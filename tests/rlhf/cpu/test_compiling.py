@@ -61,7 +61,11 @@ def test_training_scoring_and_sampling_are_those_of_the_same_model(
     for compiled in (False, True):
         lm = load_causal_lm(saved, torch.float32, tiny.VOCAB)
         options = EngineOptions(dtype="fp32", torch_compile=compiled)
-        engine = Engine(Policy(lm), options, OptimizerOptions(learning_rate=1e-3, lr_scheduler_type="constant"), 10)
+        engine = Engine(
+            Policy(lm),
+            tiny.training_options(options, OptimizerOptions(learning_rate=0.001, lr_scheduler_type="constant")),
+            10,
+        )
         losses: list[float] = []
         frames = [compiled_frames()]
         for step in range(4):

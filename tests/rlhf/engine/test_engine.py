@@ -176,7 +176,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict[str, Any]) -> 
     """A step without a gradient: each matrix loses its share, learning rate times decay; GPT-2 has biases too."""
     optimizer = OptimizerOptions(learning_rate=0.5, weight_decay=0.1, lr_scheduler_type="constant", warmup_ratio=0)
     model = Policy(tiny.causal_lm("gpt2", std=0.05))
-    trained = Engine(model, EngineOptions(dtype="fp32", **options), optimizer, STEPS)
+    trained = Engine(model, tiny.training_options(EngineOptions(dtype="fp32", **options), optimizer), STEPS)
     before = engine_runs.master(trained)
     trained.step(batches(1), lambda micro: (0.0 * trained(micro)[0].sum(), {}))
     for name, weight in engine_runs.master(trained).items():
@@ -211,7 +211,7 @@ def test_fp16_on_a_cpu_is_refused() -> None:
     with pytest.raises(UserError, match="--dtype fp16: the device is a CPU, expected bf16 or fp32 there"):
         compute_dtype(EngineOptions(dtype="fp16"), torch.device("cpu"))
     with pytest.raises(UserError, match="fp16"):
-        Engine(Policy(start()), EngineOptions(dtype="fp16"), OPTIMIZER, 1)
+        Engine(Policy(start()), tiny.training_options(EngineOptions(dtype="fp16"), OPTIMIZER), 1)
     assert compute_dtype(EngineOptions(dtype="fp16"), torch.device("cuda")) == torch.float16
 
 
@@ -223,7 +223,7 @@ def test_inference_is_whole_without_gradients_and_leaves_training_as_it_was(stag
     engine = engine_runs.engine({"zero_stage": stage})
     rows = batches(1)[0]
     with engine.inference() as policy:
-        logprobs, _ = policy(rows)
+        logprobs = policy(rows).logprobs
         assert not policy.training and not logprobs.requires_grad
         assert {name: weight.shape for name, weight in policy.named_parameters()} == {
             name: weight.shape for name, weight in Policy(start()).named_parameters()

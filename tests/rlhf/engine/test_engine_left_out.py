@@ -113,7 +113,7 @@ def test_auto_that_is_fp16_trains_with_a_loss_scale(monkeypatch: pytest.MonkeyPa
     rows = batches(1)[0]
     in_fp32 = engine_runs.engine({"dtype": "fp32"})
     exact = step(in_fp32, rows)
-    engine = Engine(Policy(engine_runs.start()), EngineOptions(), OPTIMIZER, STEPS)
+    engine = Engine(Policy(engine_runs.start()), tiny.training_options(EngineOptions(), OPTIMIZER), STEPS)
     assert engine.state_dict()["cur_scale"] == 2**16
     scaled = step(engine, rows)
     # Rounding is 2^-11 in each of some tens of operations; a scale that stayed in would be a factor of 65536.
@@ -123,7 +123,7 @@ def test_auto_that_is_fp16_trains_with_a_loss_scale(monkeypatch: pytest.MonkeyPa
     assert skipped["skipped"] == 1 and math.isfinite(skipped["loss"])
     state = engine.state_dict()
     assert (state["overflows"], state["bad_in_a_row"]) == (1, 0) and apart(weights(engine), before) == 0
-    resumed = Engine(Policy(engine_runs.start()), EngineOptions(), OPTIMIZER, STEPS)
+    resumed = Engine(Policy(engine_runs.start()), tiny.training_options(EngineOptions(), OPTIMIZER), STEPS)
     resumed.load_state_dict(in_fp32.state_dict())  # of a run that began on another device
     resumed.load_tensors(in_fp32.tensors())
     assert resumed.state_dict()["cur_scale"] == 2**16

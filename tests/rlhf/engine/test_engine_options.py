@@ -10,7 +10,7 @@ import torch
 from rlhf import cpu
 from rlhf.chain import command as train
 from rlhf.config import parser
-from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions, OwnEngineOptions
+from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
@@ -100,13 +100,13 @@ def test_an_nvme_folder_needs_asynchronous_reads(there: bool, tmp_path: Path, mo
             return there
 
     monkeypatch.setattr(get_accelerator(), "create_op_builder", lambda name: Builder() if "IO" in name else None)
-    options = EngineOptions(zero_stage=3, offload_param=True, offload_optimizer=True, offload_nvme=str(tmp_path))
+    options = TrainingOptions(zero_stage=3, offload_param=True, offload_optimizer=True, offload_nvme=str(tmp_path))
     if not there:
         with pytest.raises(UserError, match=r"install libaio with its headers \(libaio-dev\)"):
             require_possible(options, CPU)
         return
     require_possible(options, CPU)
-    settings = deepspeed_config(options, OptimizerOptions(), torch.float32, 10)["zero_optimization"]
+    settings = deepspeed_config(options, torch.float32, 10)["zero_optimization"]
     assert settings["offload_param"] == settings["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path)}
     shards = shards_of(options.model_copy(update={"dtype": "fp32"}))
     assert shards is not None and shards.offload == settings["offload_param"]
@@ -124,12 +124,12 @@ def test_models_of_step_3_are_held_each_its_own_way() -> None:
         "--zero-stage", "2", "--gradient-checkpointing", "--ppo.actor.zero-stage", "3", "--ppo.actor.offload-param",
         "--ppo.critic.no-gradient-checkpointing", "--ppo.reference.offload",
     )  # fmt: skip
-    actor, critic = ppo.actor.over(ppo), ppo.critic.over(ppo)
+    actor, critic = ppo.actor.override(ppo), ppo.critic.override(ppo)
     assert (actor.zero_stage, actor.offload_param, actor.gradient_checkpointing) == (3, True, True)
     assert (critic.zero_stage, critic.offload_param, critic.gradient_checkpointing) == (2, False, False)
     assert type(actor) is type(ppo) and actor.learning_rate == ppo.learning_rate
-    assert ppo.reference.beside(actor) == FrozenOptions(zero_stage=3, offload=True, gather_whole=True, quantize="none")
-    assert ppo.reward_models.beside(critic) == FrozenOptions(
+    assert ppo.reference.follow(actor) == FrozenOptions(zero_stage=3, offload=True, gather_whole=True, quantize="none")
+    assert ppo.reward_models.follow(critic) == FrozenOptions(
         zero_stage=0, offload=False, gather_whole=True, quantize="none"
     )
 
@@ -137,10 +137,10 @@ def test_models_of_step_3_are_held_each_its_own_way() -> None:
 def test_what_is_set_for_a_frozen_model_stands() -> None:
     trained = EngineOptions(zero_stage=3, gather_whole=False)
     follows = FrozenOptions(zero_stage=3, gather_whole=False, quantize="none")
-    assert FrozenOptions().beside(trained) == follows
-    assert FrozenOptions(zero_stage=0).beside(trained).zero_stage == 0
-    assert FrozenOptions(zero_stage=3).beside(EngineOptions(zero_stage=1)).zero_stage == 3
-    assert OwnEngineOptions().over(trained) == trained
+    assert FrozenOptions().follow(trained) == follows
+    assert FrozenOptions(zero_stage=0).follow(trained).zero_stage == 0
+    assert FrozenOptions(zero_stage=3).follow(EngineOptions(zero_stage=1)).zero_stage == 3
+    assert OwnEngineOptions().override(trained) == trained
 
 
 def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
     )
     ppo = parsed("--config", str(own), "--offload-optimizer", "--ppo.critic.zero-stage", "2")
     assert ppo.critic == OwnEngineOptions(zero_stage=2, offload_optimizer=False)
-    assert ppo.critic.over(ppo).offload_optimizer is False and ppo.actor.over(ppo).offload_optimizer is True
+    assert ppo.critic.override(ppo).offload_optimizer is False and ppo.actor.override(ppo).offload_optimizer is True
     saved = tmp_path / "saved.yaml"
     saved.write_text(parser.to_yaml(ppo))
     assert parser.parse(PPOConfig, ["--config", str(saved)], "", "") == ppo

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
 from rlhf.models.head import ScoreHead
@@ -54,11 +54,11 @@ def test_positions_are_those_of_version_4_and_5(case: str, tmp_path: Path) -> No
     expected = lm.base_model.rotary_emb.inv_freq
     before = lm.config.to_dict()["rope_parameters"]
     with tiny.one_rank():
-        policy = Engine(Policy(lm), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+        policy = Engine(Policy(lm), TrainingOptions(dtype="fp32"), 1)
         save_policy(policy, None, tiny.tokenizer(), tmp_path / "policy")
         head = ScoreHead(torch.ones(1, tiny.WIDTH))
         backbone = tiny.backbone(family, rope_parameters=dict(rope))
-        scalar = Engine(ScalarModel(backbone, head), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+        scalar = Engine(ScalarModel(backbone, head), TrainingOptions(dtype="fp32"), 1)
         (tmp_path / "scalar").mkdir()
         save_scalar(scalar, None, tiny.tokenizer(), tmp_path / "scalar")
     for folder in (tmp_path / "policy", tmp_path / "scalar"):
@@ -78,7 +78,7 @@ def test_the_tokenizer_is_of_a_class_that_version_4_has(tmp_path: Path) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["w5", "w6"]})
     with tiny.one_rank():
-        policy = Engine(Policy(tiny.causal_lm()), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+        policy = Engine(Policy(tiny.causal_lm()), TrainingOptions(dtype="fp32"), 1)
         save_policy(policy, None, tokenizer, tmp_path)
     content = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert content["tokenizer_class"] == "PreTrainedTokenizerFast"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.config.options import EngineOptions, TrainingOptions
 from rlhf.engine import optimizers
 from rlhf.engine.adamw import MASTER
 from rlhf.engine.optimizers import LibraryOptimizer, build, state_numbers
@@ -21,7 +21,7 @@ needs_package = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="the package bitsandbytes is not installed"
 )
 KINDS = ["muon", pytest.param("adamw_8bit", marks=needs_package)]
-OPTIONS = OptimizerOptions(
+OPTIONS = TrainingOptions(
     learning_rate=0.01, weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3, warmup_ratio=0
 )
 
@@ -74,7 +74,7 @@ def library(kind: str, named: Sequence[tuple[str, Tensor]]) -> list[torch.optim.
 def test_steps_are_the_librarys_on_fp32_weights(kind: Any, dtype: torch.dtype) -> None:
     """To the bit, with clipping before the step, and with the state that the plan counts."""
     model, copies = Layers(dtype), Layers(dtype).float()
-    mine = build(model, kind, OPTIONS, {}, plain=True)
+    mine = build(model, OPTIONS.model_copy(update={"optim": kind}), {}, plain=True)
     assert isinstance(mine, LibraryOptimizer)
     mine.scale = 0.25
     theirs = library(kind, list(copies.named_parameters()))
@@ -111,7 +111,9 @@ def test_a_resumed_optimizer_goes_on_as_one_that_never_stopped(kind: Any) -> Non
             optimizer.step()
 
     model, other = Layers(torch.float32), Layers(torch.float32)
-    whole, resumed = (build(each, kind, OPTIONS, {}, plain=True) for each in (model, other))
+    whole, resumed = (
+        build(each, OPTIONS.model_copy(update={"optim": kind}), {}, plain=True) for each in (model, other)
+    )
     assert isinstance(whole, LibraryOptimizer) and isinstance(resumed, LibraryOptimizer)
     train(model, whole, range(5))
     for group in resumed.param_groups:
@@ -133,7 +135,7 @@ def test_the_first_step_of_muon_by_hand() -> None:
     model = nn.Module()
     model.matrix = nn.Parameter(torch.zeros(3, 2))
     model.matrix.grad = gradient.float()
-    build(model, "muon", OPTIONS, {}, plain=True).step()
+    build(model, OPTIONS.model_copy(update={"optim": "muon"}), {}, plain=True).step()
     moved = -model.matrix.detach().double() / 0.01
     left, _, right = torch.linalg.svd(gradient, full_matrices=False)
     along = left.T @ (moved / (0.2 * math.sqrt(3))) @ right.T
@@ -182,7 +184,7 @@ def test_paged_steps_are_those_without_pages() -> None:
     for kind in ("adamw_8bit", "paged_adamw_8bit"):
         model = nn.Linear(512, 512, bias=False).cuda()
         nn.init.eye_(model.weight)
-        own = build(model, kind, OPTIONS, {}, plain=True)  # type: ignore[arg-type]
+        own = build(model, OPTIONS.model_copy(update={"optim": kind}), {}, plain=True)  # type: ignore[arg-type]
         assert isinstance(own, LibraryOptimizer)
         for step in range(3):
             model.weight.grad = torch.randn(512, 512, generator=torch.Generator().manual_seed(step)).cuda()

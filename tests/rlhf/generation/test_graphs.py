@@ -257,8 +257,9 @@ def test_of_a_recorded_step_the_host_starts_nothing_but_the_graph(
         return lambda: counter.uncounted(replay)
 
     monkeypatch.setattr(_graphs, "recorder", lambda _: counting)
+    choice = loop._Choice.from_options(lm, options, config, greedy=False)
     for rollout in range(2):
-        columns = loop._Rollout(lm, prompts, options, draws(rollout, len(MIXED), length), config, memory).columns()
+        columns = loop._Rollout(lm, prompts, choice, draws(rollout, len(MIXED), length), memory).columns()
         next(columns)
         counter.replays = 0
         with counter:

@@ -193,7 +193,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_rollout_takes_the_weights_once(vllm: Any) -> None:
     game, drawing = players("ppo", rollout_batch_size=3), built()
     for seed in range(2):
-        generate(game.actor.inference(), drawing, FOUR, game.config, draws(seed, 4), game.config.rollout_batch_size)
+        generate(game.actor.inference(), drawing, FOUR, draws(seed, 4), game.config)
     assert len(vllm.made) == 1 and vllm.made[0].calls == ["sleep 1", *GPU, *GPU]
 
 

@@ -85,7 +85,12 @@ def test_a_head_that_learns_alone_moves_nothing_else() -> None:
 
 def engine(adapter: str | None = None, **options: Any) -> Engine:
     optimizer = OptimizerOptions(learning_rate=1e-3, warmup_ratio=0.0, adam_epsilon=1e-3, max_grad_norm=0.0)
-    return Engine(actor_critic(adapter=adapter), EngineOptions(dtype="fp32", **options), optimizer, 9, rates=RATES)
+    return Engine(
+        actor_critic(adapter=adapter),
+        tiny.training_options(EngineOptions(dtype="fp32", **options), optimizer),
+        9,
+        rates=RATES,
+    )
 
 
 def step(trained: Engine) -> dict[str, float]:

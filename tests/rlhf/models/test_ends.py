@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from rlhf import plugins, rewards
 from rlhf.chat.responses import Generation, Models, Sampling
-from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
+from rlhf.config.options import SamplingOptions, TrainingOptions
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
 from rlhf.generation import loop
@@ -84,11 +84,9 @@ def test_a_saved_model_has_the_list_as_it_came(
 ) -> None:
     path = str(saved(tmp_path / "before", ends, in_config))
     with tiny.one_rank():
-        policy = Engine(Policy(load(Path(path))), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+        policy = Engine(Policy(load(Path(path))), TrainingOptions(dtype="fp32"), 1)
         save_policy(policy, None, tiny.tokenizer(), tmp_path / "policy")
-        scalar = Engine(
-            new_scalar_model(path, torch.float32, tiny.VOCAB), EngineOptions(dtype="fp32"), OptimizerOptions(), 1
-        )
+        scalar = Engine(new_scalar_model(path, torch.float32, tiny.VOCAB), TrainingOptions(dtype="fp32"), 1)
         (tmp_path / "scalar").mkdir()
         save_scalar(scalar, None, tiny.tokenizer(), tmp_path / "scalar")
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").config

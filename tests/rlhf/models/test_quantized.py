@@ -113,7 +113,11 @@ def test_nf4_takes_the_nearest_of_the_sixteen_values_in_each_block(saved: Path) 
 def engine_of(model: nn.Module, **options: Any) -> Engine:
     optimizer = OptimizerOptions(learning_rate=1e-2, lr_scheduler_type="constant", warmup_ratio=0)
     return Engine(
-        model, EngineOptions(**{"dtype": "fp32", "quantize": "nf4", "adapter": LORA, **options}), optimizer, 3
+        model,
+        tiny.training_options(
+            EngineOptions(**{"dtype": "fp32", "quantize": "nf4", "adapter": LORA, **options}), optimizer
+        ),
+        3,
     )
 
 

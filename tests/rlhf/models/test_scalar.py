@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf.config.options import EngineOptions, OptimizerOptions
+from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
@@ -131,7 +131,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("rewards")
     with tiny.one_rank():
         for family in tiny.FAMILIES:
-            engine = Engine(scalar_model(family), EngineOptions(dtype="fp32"), OptimizerOptions(), 1)
+            engine = Engine(scalar_model(family), TrainingOptions(dtype="fp32"), 1)
             (folder / family).mkdir()
             save_scalar(engine, None, tiny.tokenizer(), folder / family)
         yield folder
@@ -165,7 +165,7 @@ def test_transformers_own_classifier_pools_the_same_score(saved: Path, family: s
 def test_the_head_of_a_bf16_model_stays_fp32_in_its_file(stage: Any, tmp_path: Path) -> None:
     weight = 3.0 * torch.randn(1, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
     model = ScalarModel(tiny.backbone().to(torch.bfloat16), ScoreHead(weight, torch.bfloat16))
-    engine = Engine(model, EngineOptions(dtype="bf16", zero_stage=stage), OptimizerOptions(), 1)
+    engine = Engine(model, TrainingOptions(dtype="bf16", zero_stage=stage), 1)
     save_scalar(engine, None, tiny.tokenizer(), tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")[HEAD], weight)
     ours = tiny.unpacked(load_scalar_model(str(tmp_path), torch.bfloat16, tiny.VOCAB))

@@ -191,5 +191,5 @@ def test_a_plan_does_not_know_them(name: str) -> None:
 
 def test_frozen_models_are_whole_beside_split_ones() -> None:
     split = EngineOptions(zero_stage=3, tensor_parallel_size=2)
-    assert FrozenOptions().beside(split).zero_stage == 0
-    assert FrozenOptions().beside(split.model_copy(update={"tensor_parallel_size": 1})).zero_stage == 3
+    assert FrozenOptions().follow(split).zero_stage == 0
+    assert FrozenOptions().follow(split.model_copy(update={"tensor_parallel_size": 1})).zero_stage == 3
