@@ -50,7 +50,8 @@ class KLOptions(Step3Config):
         return self
 
     def score_scale(self, deviation: float) -> float:
-        """Deviation over responses of what the KL is weighed against. deviation: of the scores"""
+        """The standard deviation over responses of what the algorithm weighs against the KL. deviation: of the scores,
+        which GRPO divides by that of their group first"""
         return deviation
 
 

@@ -53,10 +53,9 @@ def set_up(
         reference = _reference(config, context, ids)
     else:
         reference = FrozenEngine(roles.reference, config.reference_options, context.dtype)
-    critic = actor if shares_actor else None
+    critic: Engine | None = actor if shares_actor else None
     if has_critic and not shares_actor:
-        value_model = None if roles is None else roles.critic
-        value_model = value_model or _value_model(config, context, ids)
+        value_model = (None if roles is None else roles.critic) or _value_model(config, context, ids)
         critic = Engine(value_model, config.critic_options, critic_steps, "critic")
     scorer = Scorer(
         reference=Reference(reference),

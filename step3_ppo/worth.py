@@ -28,12 +28,12 @@ from step3_ppo.schedule import iterations
 AT_START = 2**20 - 2
 """number of the rollout of these responses, which neither an iteration nor an evaluation has"""
 SHARE = 10
-"""they are at most one for so many of the run's responses"""
+"""the run samples at least so many responses for each one here"""
 FEWEST, WANTED, MOST = 4, 64, 256
-"""responses to a prompt: below the first nothing is said; more prompts come before more than the second. 64 have a KL
-of 3.2 nats, 256 of 4.5. The gain of best-of-n differs less between prompts than that of single responses does, so 32
-prompts are enough for it"""
+"""responses to a prompt. With fewer than FEWEST nothing is reported. Of a larger budget, first each of PROMPTS prompts
+gets WANTED, then more prompts do, at last all get up to MOST. Best of 64 has a KL of 3.2 nats, of 256 one of 4.5"""
 PROMPTS = 32
+"""enough, because the gain of best-of-n differs less between prompts than that of single responses does"""
 ENOUGH = 10.0
 """effective sample size above which importance weights lose less than 4 % of the gain, if scores are normal"""
 COLUMNS = "scores", "judge"

@@ -1,4 +1,9 @@
-"""Ranks and collectives: the interface to torch.distributed, the same on one CPU process and on many nodes."""
+"""Ranks and collectives: the interface to torch.distributed, the same on one CPU process and on many nodes.
+
+A replica is a group of consecutive ranks that have the same rows, because they share one model (tensor parallelism) or
+the tokens of each row (sequence parallelism); mostly it is one rank. `dp_rank` and `dp_size` count replicas: rows are
+dealt to them, and what all rows add up to (`sum_over_ranks`) counts each of them once.
+"""
 
 import contextlib
 import datetime

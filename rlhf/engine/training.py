@@ -95,7 +95,8 @@ class Engine(Generic[M]):
             self._engine.enable_backward_allreduce = False  # it copies every gradient twice, to nobody
         _allow_overflows(self._engine.optimizer)
         self._options = options
-        self._ranks_in_mean = collectives.world_size() // options.tensor_parallel_size  # ranks of DeepSpeed's mean
+        # DeepSpeed divides the sum of the gradients by these ranks; our losses are parts of a sum already.
+        self._ranks_in_mean = collectives.world_size() // options.tensor_parallel_size
         self._steps = 0
         self._title = title
         self._overflows = 0

@@ -39,6 +39,7 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 MOST_NEW = 0.1
 """new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
 SHOWN = "ids_with_probability"
+"""the attribute of a model with the number of ids that have one, set where it is not the size of the vocabulary"""
 
 
 def load_config(path: str) -> PreTrainedConfig:

@@ -27,6 +27,7 @@ VECTOR = 64
 """bytes of a CPU's vector; if a row of scores is not a multiple of it, softmax takes up to three times as long, and
 torch's attention up to twice"""
 FLAG = "takes_packed_rows"
+"""the attribute of a model with the result of `detect_support`"""
 States = tuple[Tensor, Tensor]
 """keys and values of N tokens in one layer, [N, heads, d] each"""
 

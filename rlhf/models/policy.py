@@ -16,7 +16,9 @@ from rlhf.models.scalar import ScalarModel
 from rlhf.types import Sequences, to_device
 
 Entropy = Literal["none", "watched", "trained"]
+"""whether a pass also gives the entropies, and whether they have a gradient, which takes more memory"""
 Learns = Literal["all", "head"]
+"""which weights a loss of the values trains: all, or the value head alone"""
 
 
 class TokenOutput(NamedTuple):

@@ -34,7 +34,7 @@ def scalar_model(model: ScalarModel, size: int) -> ScalarModel:
 
 
 class SplitPolicy(Policy):
-    """A policy whose rows are split over the ranks of a share."""
+    """A policy whose rows are split over the ranks of a replica."""
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__(lm)
@@ -57,7 +57,7 @@ class SplitPolicy(Policy):
 
 
 class SplitScalarModel(ScalarModel):
-    """A scalar model whose rows are split over the ranks of a share."""
+    """A scalar model whose rows are split over the ranks of a replica."""
 
     joins = False
 

@@ -1,4 +1,11 @@
-"""The run of one stage: its directory, process group, metrics, checkpoints, and the manifest of its result."""
+"""The run of one stage: its directory, process group, metrics, checkpoints, and the manifest of its result.
+
+with open_run(...) as run:
+    run.describe(data, tokenizer)             # rows, and why others were dropped
+    run.resume(state)                         # from the newest checkpoint, if there is one
+    run.run_loop(steps, total, shown)         # records, warns, saves; ends the process after a signal
+    run.finish({"model": save}, metrics)      # models and manifest: from here on the stage is finished
+"""
 
 import contextlib
 import os
@@ -98,7 +105,7 @@ class Run:
             reporter = reporting.Reporter(self.directory, self.options, self.done, recorded)
         collectives.barrier()
         self.recorder = record.Recorder(self.directory, self.done, reporter)
-        self._ending, self.holding = Ending(), contextlib.ExitStack()
+        self._ending, self.holding = Ending(), contextlib.ExitStack()  # holding: stores signals until `finish` is done
         self.manifest: Tree = {}  # what is known before the end
 
     @property
