@@ -23,7 +23,7 @@ import pytest
 MEMORY_BYTES = 6 * 2**30
 """of tests in use: a mutant that allocates without end must not take the memory of others"""
 OUTPUT = Path("build/tests.txt")
-WHOLE = "@tests/whole.txt"
+WHOLE = f"@{Path(__file__).resolve().parents[1] / 'whole.txt'}"
 """the arguments of pytest for what make test, make test-ranks and make test-compiled run together"""
 
 
