@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ ANSWERS = "answers"
 DEFAULT = "score"
 """the function of a file that the spec names alone"""
 EXPECTED = "function(prompts, responses, **columns)"
+RESPONSES = ("responses", "completions")
+"""names that the first parameter, which gets the prompts, cannot have"""
 
 
 class Config(Base):
@@ -58,6 +60,8 @@ def build(config: Config, context: Context) -> Source:
         }
         values, numbers = _call(config.function, function, samples, columns), list[float]()
         try:
+            if isinstance(values, Mapping | Set | str):
+                raise TypeError("its items are not one for each response, in their order")
             for value in values:
                 numbers.append(float(value))
         except (TypeError, ValueError, OverflowError) as error:
@@ -74,12 +78,15 @@ def build(config: Config, context: Context) -> Source:
 
 def _parameters(spec: str, function: Function) -> Mapping[str, inspect.Parameter]:
     """The function's parameters. Raises: UserError if it does not take prompts and responses by position."""
-    signature = inspect.signature(function)
+    signature = None
     try:
+        signature = inspect.signature(function)
         signature.bind("prompts", "responses", **dict.fromkeys(_required(list(signature.parameters.values()))))
-    except TypeError as error:
+        if next(iter(signature.parameters)) in RESPONSES:  # as TRL's, which get all by name
+            raise TypeError("the prompts come first")
+    except (TypeError, ValueError) as error:  # ValueError: a function in C may not say what it takes
         name = spec.partition(":")[2] or DEFAULT
-        raise UserError(f"reward '{spec}': got {name}{signature}, expected {EXPECTED} ({error})") from None
+        raise UserError(f"reward '{spec}': got {name}{signature or ''}, expected {EXPECTED} ({error})") from None
     return signature.parameters
 
 

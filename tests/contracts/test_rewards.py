@@ -154,6 +154,11 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("score = [1, 2, 3]", "no function 'score'"),
         ("def score(responses): return [1, 2, 3]", "got score(responses), expected function(prompts, responses, **col"),
         ("def score(p, r, gold, /): return gold", "got score(p, r, gold, /), expected function("),
+        ("def score(completions, answer, **rest): return [1, 2, 3]", "got score(completions, answer, **rest), expected"),
+        ("import operator\nscore = operator.itemgetter(1)", "got score, expected function(prompts, responses, **columns)"),
+        ("def score(p, r): return {0: 1.5, 1: 2.5, 2: 3.5}", "got dict, expected a list of numbers"),
+        ("def score(p, r): return {1.5, 2.5, 3.5}", "got set, expected a list of numbers"),
+        ("def score(p, r): return '123'", "got str, expected a list of numbers"),
     ],
 )
 def test_mistakes_of_a_function_are_one_line(tmp_path: Path, text: str, message: str) -> None:
