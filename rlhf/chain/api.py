@@ -166,12 +166,14 @@ def _plain(value: object) -> Any:
 
 def _function_name(function: Callable[..., object]) -> str:
     """`my_reward.py:score` of a function. Raises: UserError for one that another process cannot import by its name."""
-    name = getattr(function, "__qualname__", "")
+    name, written = getattr(function, "__qualname__", ""), inspect.unwrap(function)
     try:
-        file = inspect.getsourcefile(inspect.unwrap(function))
+        file = inspect.getsourcefile(written)
     except TypeError:
         file = None
-    if not name.isidentifier() or file is None or not Path(file).is_file():
+    # A wrapper has the name of what it wraps, which is not always what the file has under that name.
+    is_there = getattr(written, "__globals__", {}).get(name) is function
+    if not is_there or file is None or not Path(file).is_file():
         raise UserError(
             f"got the function {name or function!r}, which the processes of the run cannot import; expected a function "
             "at the top of a Python file: write it there, and pass it or its name, such as reward='my_reward.py:score'"

@@ -1,5 +1,6 @@
 """`from rlhf import sft, reward, ppo, train`: the options that arrive, errors, functions as rewards."""
 
+import functools
 import json
 import runpy
 import subprocess
@@ -119,7 +120,16 @@ def test_a_function_in_a_directory_with_a_comma(tmp_path: Path, monkeypatch: pyt
     assert parse_spec(spec) == ("python", {"function": f"{tmp_path}/a,b/mine.py:score"})
 
 
-@pytest.mark.parametrize("function", [lambda prompts, responses: [], Path("a").exists, len])
+def points(prompts: list[str], responses: list[str]) -> list[float]:
+    return []
+
+
+@functools.wraps(points)
+def less(prompts: list[str], responses: list[str]) -> list[float]:
+    return [-x for x in points(prompts, responses)]
+
+
+@pytest.mark.parametrize("function", [lambda prompts, responses: [], Path("a").exists, len, less])
 def test_a_function_without_a_name_in_a_file_is_refused(function: Callable[..., Any], calls: Calls) -> None:
     with pytest.raises(UserError, match="expected a function at the top of a Python file") as refused:
         rlhf.ppo(data_path="a", output_dir="out", reward=function)
