@@ -22,7 +22,7 @@ from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.training.run import Run
 from rlhf.types import Message
 from step1_sft.config import SFTConfig
-from tests.support import recorded_runs, tiny
+from tests.support import recorded_runs, texts
 
 HUB_ID = "owner/base-1b"
 
@@ -176,10 +176,10 @@ def test_the_base_is_the_model_that_the_chain_started_from(tmp_path: Path) -> No
         path = str(run / STAGES[step].name / STAGES[step].models[0])
 
 
-@pytest.mark.parametrize("template", ["human_assistant", "llama_2", "alpaca"])
+@pytest.mark.parametrize("template", ["human_assistant", "llama_2", "alpaca", "chatml"])
 def test_the_code_of_a_reward_model_reads_the_ids_that_it_has_learned(template: str, tmp_path: Path) -> None:
     """The code of the card as printed, with a tokenizer and a model that only show what they get."""
-    own = prepare_tokenizer(tiny.tokenizer(), template)
+    own = prepare_tokenizer(texts.with_chat_tokens(texts.byte_tokenizer()), template)
     code = re.search(r"```python\n.*?(dialogue = .*?)print", card_of(
         recorded_runs.run(tmp_path / "run"), 2, {"model": HUB_ID}).text, re.DOTALL)  # fmt: skip
     assert code is not None
@@ -187,8 +187,8 @@ def test_the_code_of_a_reward_model_reads_the_ids_that_it_has_learned(template: 
     exec(code[1], names)
     question, response = (Message(**message) for message in names["dialogue"])
     reader = Template(own)
-    expected = reader.prompt_ids([question]) + reader.response_ids(response.content)
-    assert names["inputs"]["input_ids"].tolist() == [expected] and expected[-1] == tiny.EOS
+    expected = [*reader.prompt_ids([question]), *reader.response_ids(response.content)[:-1], *reader.ending]
+    assert names["inputs"]["input_ids"].tolist() == [expected] and own.eos_token_id in reader.ending
 
 
 def test_a_model_is_saved_without_a_card_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
