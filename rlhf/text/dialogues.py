@@ -118,18 +118,17 @@ class Template:
     def rewrites_turns(self, row: Row) -> bool:
         """Whether the template writes an earlier assistant turn of such a row otherwise than the model generates it, as
         those do that drop old thoughts. Each turn is then learned in a sequence of its own."""
-        thinks = any(message.keys or THOUGHT_END in message.content for message in row.prompt)
-        kind = (thinks, any(message.role == "system" for message in row.prompt), "tools" in row.variables)
-        if kind not in self._rewrites:
-            self._rewrites[kind] = self._rewrites_probe(*kind)
-        return self._rewrites[kind]
+        if row.variables or any(message.keys or THOUGHT_END in message.content for message in row.prompt):
+            return self._rewrites(row)  # only this row shows what becomes of its thoughts, calls and tools
+        system = any(message.role == "system" for message in row.prompt)
+        if system not in self._rewrites_plain:
+            before, user = (Message("system", "s"),) if system else (), Message("user", "x")
+            self._rewrites_plain[system] = self._rewrites(Row((*before, user, Message("assistant", "y"), user)))
+        return self._rewrites_plain[system]
 
-    def _rewrites_probe(self, thinks: bool, system: bool, tools: bool) -> bool:
-        user, keys = Message("user", "x"), {"reasoning_content": "z"} if thinks else {}
-        before = (Message("system", "s"),) if system else ()
-        variables = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]} if tools else {}
+    def _rewrites(self, row: Row) -> bool:
         try:
-            self.prompt_ids_and_turns(Row((*before, user, Message("assistant", "y", keys), user), variables=variables))
+            self.prompt_ids_and_turns(row)
         except Altered as error:
             return error.reason == REWRITES
         except UserError:  # a slow tokenizer, or a template for single prompts
@@ -137,7 +136,7 @@ class Template:
         return False
 
     @cached_property
-    def _rewrites(self) -> dict[tuple[bool, bool, bool], bool]:
+    def _rewrites_plain(self) -> dict[bool, bool]:
         return {}
 
     def turn_ids_many(

@@ -215,3 +215,21 @@ def test_every_turn_of_a_template_that_drops_old_thoughts_has_a_row_of_its_own()
     assert list(divided(template(BODY + ASKS), Recipe("sft", "every"), read(ASK, SAY, ASK, SAY))) == [
         read(ASK, SAY, ASK, SAY)
     ]
+
+
+def test_every_turn_of_a_dialogue_with_calls_is_learned_where_the_prompt_closes_the_thought() -> None:
+    """As Qwen3.5's small models do. The template needs the tools as they are: gpt-oss reads their descriptions."""
+    ours = template(
+        "{% for t in tools or [] %}{{ 'tool ' + t.description + eos_token }}{% endfor %}"
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think></think>{% endif %}"
+    )
+    calls = {**SAY, "tool_calls": [{"function": LOOK}]}
+    row = read(ASK, calls, {"role": "tool", "content": "1"}, SAY, ASK, SAY, tools=[{"name": "look", "description": "d"}])
+    rows = [part for part in divided(ours, Recipe("sft", "every"), row) if isinstance(part, Row)]
+    learned = []
+    for item, _ in RowEncoder(Recipe("sft", "every"), ours, DataOptions())(rows):  # type: ignore[misc]
+        assert isinstance(item, Demonstration)
+        learned += [ours.tokenizer.decode(item.ids[start:end]) for start, end in item.spans]
+    assert learned == ["alook</s>", "a</s>", "a</s>"]
