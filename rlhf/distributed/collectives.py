@@ -5,6 +5,7 @@ the tokens of each row (sequence parallelism); mostly it is one rank. `dp_rank` 
 dealt to them, and what all rows add up to (`sum_over_ranks`) counts each of them once.
 """
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -86,6 +87,7 @@ def _freeze_imports() -> None:
     """Take what has been imported out of garbage collection: DeepSpeed collects several times for each engine, a third
     of a second each among a million objects of libraries."""
     gc.freeze()
+    atexit.register(gc.unfreeze)  # triton reports what is left at the end, and frozen objects are
 
 
 def _require_device(device: torch.device) -> None:

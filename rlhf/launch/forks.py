@@ -59,6 +59,7 @@ class Fork:
             if self.pid == 0:
                 _become(module, argv, environment, signals)
         finally:
+            gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
     def poll(self) -> int | None:
