@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.batches import Batches
 from data.prepare.encode import Demonstration
+from rlhf.models.policy import TokenOutput
 from rlhf.types import Sequences
 from step1_sft import stage
 from step1_sft.config import SFTConfig
@@ -26,8 +27,8 @@ class Model:
 
     module = SimpleNamespace(packs=True)
 
-    def __call__(self, rows: Sequences) -> tuple[Tensor, None]:
-        return -rows.ids.float() * rows.loss_mask, None
+    def __call__(self, rows: Sequences) -> TokenOutput:
+        return TokenOutput(-rows.ids.float() * rows.loss_mask)
 
     def step(self, micros: Sequence[Sequences], loss: Callable[[Sequences], Any], _: object) -> dict[str, float]:
         assert all(len(micro) <= 3 for micro in micros)

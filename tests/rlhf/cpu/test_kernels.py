@@ -167,7 +167,7 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(
         logprobs, gradient = scores_and_gradient(lm, rows)
         assert calls[0] == (lm.config.num_hidden_layers if usable else 0)
         with torch.no_grad():
-            assert torch.equal(Policy(lm)(rows)[0].double(), logprobs)  # scoring rounds as training does
+            assert torch.equal(Policy(lm)(rows).logprobs.double(), logprobs)  # scoring rounds as training does
         errors.append([float((x - y).norm()) for x, y in zip((logprobs, gradient), exact, strict=True)])
     torch._dynamo.reset()
     for one, other in zip(errors[0], errors[-1], strict=True):
@@ -177,7 +177,7 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(
 
 def scores_and_gradient(lm: PreTrainedModel, rows: Sequences) -> tuple[Tensor, Tensor]:
     """Log-probs of the responses, and their sum's gradient with respect to all weights, in fp64."""
-    logprobs, _ = Policy(lm)(rows)
+    logprobs = Policy(lm)(rows).logprobs
     gradient = torch.autograd.grad(logprobs.sum(), list(lm.parameters()), allow_unused=True)
     return logprobs.detach().double(), torch.cat([g.flatten() for g in gradient if g is not None]).double()
 

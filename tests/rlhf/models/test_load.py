@@ -189,7 +189,7 @@ def test_nothing_random_is_left_in_any_config(tmp_path: Path, family: str) -> No
     arguments = (str(tmp_path / "model"), torch.float32, tiny.VOCAB)
     policy = Policy(load_causal_lm(*arguments))
     with torch.no_grad():
-        logprobs = [policy.train(training)(ROWS)[0] for training in (True, True, False)]
+        logprobs = [policy.train(training)(ROWS).logprobs for training in (True, True, False)]
         scalar = new_scalar_model(*arguments)
         scalars = [scalar.train(training)(ROWS) for training in (True, True, False)]
     for first, *rest in (logprobs, scalars):
@@ -239,7 +239,7 @@ def test_rows_without_a_token_are_never_sampled_and_have_no_share(tmp_path: Path
         assert int(rollout.response_ids.max()) < size
         rows = rollout.sequences
         with torch.no_grad():
-            got, entropy = Policy(model)(rows, entropy="watched")
+            got, entropy, _ = Policy(model)(rows, entropy="watched")
             whole = [plain(input_ids=ids[mask][None]).logits[0] for ids, mask in zip(rows.ids, rows.mask, strict=True)]
         for b, logits in enumerate(whole):
             exact = logits[:-1, :size].double().log_softmax(-1)
@@ -283,7 +283,7 @@ def test_rows_without_a_token_get_no_gradient(tmp_path: Path) -> None:
     model = load_causal_lm(str(tmp_path), torch.float32, 12)
     rows = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
     rows.ids.remainder_(12)
-    Policy(model)(rows)[0].sum().backward()
+    Policy(model)(rows).logprobs.sum().backward()
     gradient = model.get_output_embeddings().weight.grad
     assert gradient[12:].count_nonzero() == 0 and gradient[:12].count_nonzero() > 0
     assert torch.isfinite(gradient).all()

@@ -140,7 +140,7 @@ def test_a_rollout_of_latent_attention(whole: bool) -> None:
     draws = uniforms([(0, row) for row in range(3)], 12)
     rollout = generate(lm, tiny.prompts([3, 9, 8]), SamplingOptions(response_length=12), draws)
     with torch.no_grad():
-        scored, _ = Policy(lm)(rollout.sequences)
+        scored = Policy(lm)(rollout.sequences).logprobs
     assert (rollout.sampled_logprobs - scored[:, 9:]).abs().max() < 1e-5  # as tests/contracts/test_generation.py
 
 
@@ -149,7 +149,7 @@ def test_recomputed_activations_know_the_rows_too() -> None:
     packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
     gradients = []
     for _ in range(2):
-        value = Policy(lm)(rows())[0].sum()  # type: ignore[arg-type]
+        value = Policy(lm)(rows()).logprobs.sum()  # type: ignore[arg-type]
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, list(lm.parameters()))]))
         lm.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6)
