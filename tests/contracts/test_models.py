@@ -145,7 +145,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, ids = Path(sys.argv[1]), torch.load(sys.argv[2])
 for saved in sorted(folder.glob("*.pt")):
-    model = AutoModelForCausalLM.from_pretrained(saved.with_suffix(""))
+    capped = {"attn_implementation": "eager"} if saved.stem == "gemma2" else {}  # as transformers chooses from 5.24 on
+    model = AutoModelForCausalLM.from_pretrained(saved.with_suffix(""), **capped)
     tokenizer = AutoTokenizer.from_pretrained(saved.with_suffix(""))
     with torch.no_grad():
         logits = model(input_ids=ids).logits
