@@ -16,7 +16,7 @@ from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses
-from rlhf.types import Sequences, length_groups, to_device
+from rlhf.types import WeightedSequences, length_groups, to_device
 from step3_ppo.config import PtxOptions, Step3Config
 
 
@@ -25,7 +25,7 @@ class Ptx:
 
         loss = policy loss + ptx_coef * mean over the batch's tokens of -log pi(token)
 
-    arXiv 2203.02155, eq. 2, with a mean over tokens where the paper has one over texts.
+    arXiv 2203.02155, eq. 2, with a mean over tokens where the paper has one over texts; a token has its row's weight.
     """
 
     def __init__(self, dataset: PromptDataset[Demonstration], options: PtxOptions, seed: int, pad_id: int) -> None:
@@ -34,23 +34,24 @@ class Ptx:
         ranks = (collectives.dp_rank(), collectives.dp_size())
         self.batches = Batches(len(dataset), options.ptx_batch_size, seed, ranks)
         self._stream = self._endless()
-        self._tokens: Tensor = torch.ones(())
+        self._count: Tensor = torch.ones(())
 
     def _endless(self) -> Iterator[list[int]]:
         for epoch in forever(1):
             yield from self.batches.until_epoch(epoch)
 
-    def micro_batches(self) -> list[Sequences]:
+    def micro_batches(self) -> list[WeightedSequences]:
         """This rank's share of the next batch; the same number of micro-batches on every rank."""
         batch = sft_batch([self._dataset[i] for i in next(self._stream)], self._pad_id)
-        self._tokens = collectives.sum_over_ranks(batch.loss_mask.sum())
+        self._count = collectives.sum_over_ranks((batch.weight[:, None].double() * batch.loss_mask).sum())
         return [batch[rows].trimmed() for rows in length_groups(batch.lengths, self._options.micro_batch_size)]
 
-    def loss(self, actor: Engine, micro: Sequences) -> losses.Loss:
+    def loss(self, actor: Engine, micro: WeightedSequences) -> losses.Loss:
         """The micro-batch's share of the weighted loss of the batch that `micro_batches` returned last. Metrics:
         ptx_nll, nats per token."""
         logprobs = actor(micro).logprobs
-        nll, _ = losses.token_nll(logprobs, to_device(micro.loss_mask, logprobs.device), self._tokens)
+        mask, weight = (to_device(x, logprobs.device) for x in (micro.loss_mask, micro.weight))
+        nll, _ = losses.token_nll(logprobs, mask, self._count, weight)
         return self._options.ptx_coef * nll, {"ptx_nll": nll.detach()}
 
 

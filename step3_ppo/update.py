@@ -19,7 +19,7 @@ from rlhf.errors import UserError
 from rlhf.maths import losses, ops
 from rlhf.models.policy import ActorCritic, Learns, TokenOutput
 from rlhf.models.scalar import state_values
-from rlhf.types import Credit, Metrics, ScoredRollout, Sequences, TensorRecord, length_groups
+from rlhf.types import Credit, Metrics, ScoredRollout, TensorRecord, WeightedSequences, length_groups
 from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import UpdateOptions
 from step3_ppo.ptx import Ptx
@@ -100,12 +100,12 @@ class StepLosses:
     count: Tensor
     """[] response tokens of the step, over all ranks, on the CPU"""
 
-    def actor_loss(self, micro: CreditedRollout | Sequences) -> losses.Loss:
+    def actor_loss(self, micro: CreditedRollout | WeightedSequences) -> losses.Loss:
         """policy loss - entropy_coef * entropy [+ vf_coef * value loss, if the critic is the actor's engine]; of
         demonstrations, the loss of `Ptx`."""
         actor, config, algorithm = self.trained.actor, self.config, self.trained.algorithm
         assert actor is not None
-        if isinstance(micro, Sequences):
+        if isinstance(micro, WeightedSequences):
             assert self.trained.ptx is not None
             return self.trained.ptx.loss(actor, micro)
         mode, prompt = "trained" if config.entropy_coef else "watched", micro.rollout.prompt_ids.shape[1]
@@ -172,7 +172,7 @@ def update(
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
             all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
-            both: list[CreditedRollout | Sequences] = [*micros, *mixed]
+            both: list[CreditedRollout | WeightedSequences] = [*micros, *mixed]
             metrics |= actor.step(both, step_losses.actor_loss, all_indices)
             if "value_loss" in metrics:
                 metrics["loss"] -= config.vf_coef * metrics["value_loss"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,14 @@ def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:
 def test_with_no_advantage_it_is_fine_tuning() -> None:
     """The weights after the update are those of the same step of stage 1."""
     options = {**ONE_STEP, "ptx_coef": 1.0, "ptx_batch_size": 4, "adam_epsilon": 1e-3}
-    game, rows = players("rloo", **options), demonstrations(4)
+    weights = (1.0, 2.0, 0.0, 0.5)
+    game = players("rloo", **options)
+    rows = [replace(row, weight=weight) for row, weight in zip(demonstrations(4), weights, strict=True)]
     metrics = learn(game, stream(game, rows))
     tuned = Engine(Policy(language_model()), game.config, 100)
     parts = [tiny_batch(rows[i : i + 1]) for i in range(4)]
-    count = sum(int(part.loss_mask.sum()) for part in parts)
-    plain = tuned.step(parts, lambda part: losses.token_nll(tuned(part)[0], part.loss_mask, count))
+    count = sum(weight * int(part.loss_mask.sum()) for weight, part in zip(weights, parts, strict=True))
+    plain = tuned.step(parts, lambda part: losses.token_nll(tuned(part)[0], part.loss_mask, count, part.weight))
     assert metrics["ptx_nll"] == pytest.approx(plain["nll"], abs=1e-6)
     assert metrics["policy_loss"] == pytest.approx(plain["loss"], abs=1e-6)
     assert metrics["policy_grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
