@@ -204,7 +204,8 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     critic_model: ModelPath | None = None
     """what the critic starts from, if the algorithm has one: reward = the reward model, policy = a copy of the actor's
     model with a new value head, shared = a new value head on the actor itself (one model computes both), or the path of
-    a trained reward model or critic; by default reward if it has the actor's tokenizer, else policy"""
+    a trained reward model or critic; by default reward if that is a score source or named by reward_model, and has the
+    actor's tokenizer; else policy"""
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""

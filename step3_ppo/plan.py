@@ -75,7 +75,7 @@ def _critic_start(config: Step3Config, actor: _Start, reward_model: _Start) -> _
     have the actor's, but for ids that step 1 adds."""
     option = config.critic_model
     start = reward_model if option in (None, REWARD) else _Start(str(option))
-    if option is None and actor.ids != reward_model.ids:
+    if option is None and (actor.ids != reward_model.ids or not critic_starts_from_reward_model(config)):
         option = POLICY
     elif option is None and tokenizer_size(actor.path) is not None and tokenizer_size(start.path) is not None:
         paths = {"actor_model": actor.path, "critic_model": start.path}

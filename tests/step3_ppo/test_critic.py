@@ -114,16 +114,24 @@ def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
     assert torch.equal(models.critic.module.score.weight, drawn)
 
 
-def test_a_critic_from_the_policy_needs_no_reward_model(folder: Path) -> None:
+def test_a_critic_of_other_scores_starts_from_the_policy(folder: Path) -> None:
+    """A reward model that scores nothing here predicts nothing either."""
     scored_by_rule = {"reward_model": None, "reward": ("length,target=5",)}
-    assert set(inputs(config_of(folder, **scored_by_rule))) == {"actor_model", "reward_model", "critic_model"}
-    config = config_of(folder, **scored_by_rule, critic_model="policy")
+    config = config_of(folder, **scored_by_rule)
     assert set(inputs(config)) == {"actor_model"}
     check(config)
+    models = resolve_models(config).config
+    line = describe_critic(None, models)
+    assert models.critic_model == "policy" and line is not None and "(no score source is a reward model)" in line
+    judged = config.model_copy(update={"judge": "learned"})
+    assert set(inputs(judged)) == {"actor_model", "reward_model"}
+    named = config_of(folder, reward=("length,target=5",))
+    assert resolve_models(named).config.critic_model == str(folder / "same")
+    with pytest.raises(UserError, match=r"reward_model not found at .*; run step2_reward first") as refused:
+        check(config.model_copy(update={"critic_model": "reward"}))
+    assert "--reward-model" in str(refused.value)
     own = (f"learned,model={folder / 'step2_reward'}",)
     assert set(inputs(config_of(folder, reward_model=None, reward=own, critic_model="policy"))) == {"actor_model"}
-    with pytest.raises(UserError, match=r"reward_model not found at .*--critic-model policy starts the critic without"):
-        check(config_of(folder, **scored_by_rule))
 
 
 def test_a_run_with_a_head_on_the_actor_leaves_both_models(
