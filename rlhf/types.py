@@ -55,7 +55,7 @@ class Row:
     weight: float = 1.0
     """of the row in the loss, at least 0; with 0 it serves as a prompt only"""
     location: str = field(default="", compare=False)
-    """file:line, for messages about keys that the chat template does not read"""
+    """file:line, for messages about the row"""
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:

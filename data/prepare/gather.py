@@ -12,7 +12,7 @@ from json import JSONEncoder
 from pathlib import Path
 
 import numpy as np
-from datasets import Features, Value
+from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from data.config import DataOptions
@@ -29,6 +29,8 @@ from rlhf.types import Message, Row
 ROWS_IN_BATCH = 1000
 SHOWN_BAD_ROWS = 10
 """bad rows that an error lists"""
+PLACES = 100
+"""dropped rows whose places are kept, of each reason"""
 MAX_BAD_ROWS = 1000
 """rows after which reading of an origin stops if all of them are bad"""
 
@@ -65,6 +67,8 @@ class RowCounts:
     """rows that the phase can use, whichever phase owns them"""
     outcomes: Counter[str] = field(default_factory=Counter)
     """outcome -> rows; each row has one outcome"""
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """reason -> file:line of the first dropped rows"""
     bad: list[str] = field(default_factory=list)
     """error messages of malformed rows"""
     first: tuple[int, str] | None = None
@@ -86,6 +90,10 @@ class RowCounts:
         if count:
             self.outcomes[reason] += count
 
+    def place(self, reason: str, location: str) -> None:
+        if location and len(self.places.setdefault(reason, [])) < PLACES:
+            self.places[reason].append(location)
+
 
 @dataclass(frozen=True)
 class GatheredRows:
@@ -97,11 +105,20 @@ class GatheredRows:
     """bool, False for rows of other phases, of held-out prompts, and repeated prompts in ppo"""
     counts: list[RowCounts]
     """of each origin"""
+    file: Path
 
     def count(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`."""
         for origin, count in enumerate(np.bincount(self.table["origin"][rows], minlength=len(self.counts))):
             self.counts[origin].add(reason, int(count))
+
+    def count_dropped(self, rows: np.ndarray, reason: str) -> None:
+        """Count the rows at these positions under `reason`, and note where the first ones are."""
+        self.count(rows, reason)
+        first = np.sort(rows)[:PLACES]
+        locations = Dataset.from_file(str(self.file)).select(first)["location"]
+        for origin, location in zip(self.table["origin"][first], locations, strict=True):
+            self.counts[origin].place(reason, location)
 
 
 def gather(
@@ -118,11 +135,12 @@ def gather(
     """
     phase, owners = recipe.phase, PromptOwners(options)
     reader, counts = _Reader(options, recipe, template, owners), [RowCounts() for _ in origins]
-    with ArrowWriter(features=Features(row=Value("string")), path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
+    features = Features(row=Value("string"), location=Value("string"))
+    with ArrowWriter(features=features, path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
         entries = (reader.read(*origin) for origin in zip(range(len(origins)), origins, counts, strict=True))
         table = np.fromiter(_write(chain.from_iterable(entries), writer), TABLE)
         writer.finalize()
-    rows = GatheredRows(table, np.ones(len(table), dtype=bool), counts)
+    rows = GatheredRows(table, np.ones(len(table), dtype=bool), counts, file)
     undecided = np.flatnonzero(table["undecided"])
     of_other_phase = np.zeros(len(table), dtype=bool)
     of_other_phase[undecided] = owners.owned_by_others(phase, table["group"][undecided], table["point"][undecided])
@@ -138,9 +156,9 @@ def gather(
     return rows
 
 
-def _write(rows: Iterable[tuple[str, tuple[int, ...]]], writer: ArrowWriter) -> Iterator[tuple[int, ...]]:
-    for text, entry in rows:
-        writer.write({"row": text})
+def _write(rows: Iterable[tuple[str, str, tuple[int, ...]]], writer: ArrowWriter) -> Iterator[tuple[int, ...]]:
+    for text, location, entry in rows:
+        writer.write({"row": text, "location": location})
         yield entry
 
 
@@ -153,8 +171,8 @@ class _Reader:
     template: Template
     owners: PromptOwners
 
-    def read(self, number: int, origin: Origin, counts: RowCounts) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(JSON, entry of TABLE) of each row that the phase can use, and that no other phase owns by its text alone.
+    def read(self, number: int, origin: Origin, counts: RowCounts) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(JSON, location, entry of TABLE) of each row that the phase can use and its text gives to no other phase.
 
         number: of the origin. Every row is counted.
         """
@@ -169,11 +187,13 @@ class _Reader:
             counts.useful += not reason
             if reason or share not in (phase, "evaluation", UNDECIDED):
                 counts.add(reason or OTHER_PHASE)
+                counts.place(reason, row.location if reason else "")
                 continue
             text = row_to_json(row, phase)
             prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
             ranking = text_digest(f"{number}\0{row.ranking}", seed) if row.ranking else 0
-            yield text, (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
+            entry = (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
+            yield text, row.location, entry
             if missing is not None:
                 missing[held_out] -= 1
                 if max(missing.values()) <= 0:
@@ -234,6 +254,7 @@ class _Reader:
                     counts.bad.append(row.reason)
             else:
                 counts.add(row.reason)
+                counts.place(row.reason, row.location)
             if counts.rows == MAX_BAD_ROWS == counts.outcomes[MALFORMED] > allowed:
                 return  # not the expected kind of data
 

@@ -47,7 +47,6 @@ def build_dataset(
         return usable & ~in_evaluation(items, np.arange(len(item_rows)), evaluation)
 
     item_rows = _tokenise_queues(queues, held_out, partial(encode_file, raw, encoder, workers), trainable)
-    raw.unlink()
     item_numbers = np.zeros(len(rows.table), dtype=np.int64)
     item_numbers[item_rows] = np.arange(len(item_rows))
     items = item_columns(folder)
@@ -65,6 +64,7 @@ def build_dataset(
         splits["train"], beyond = np.split(splits["train"], [options.max_train_rows])
         rows.count(item_rows[beyond], BEYOND_LIMIT["train"])
     report = make_report(items, rows, origins, item_rows, splits)
+    raw.unlink()
     report["train"]["held_out"] = int(held_out_too.sum())
     report["train"]["cut_alike"] = cut_alike(items, rows.table["group"][item_rows], np.unique(splits["train"]))
     for name, index in splits.items():

@@ -40,7 +40,7 @@ def make_report(
     """
     reasons, prompt_cut, response_cut = items["reason"], items["prompt_cut"], items["response_cut"]
     for reason in np.unique(reasons[reasons != ""]):
-        rows.count(item_rows[reasons == reason], str(reason))
+        rows.count_dropped(item_rows[reasons == reason], str(reason))
     report: Tree = {"useful": sum(row_counts.useful for row_counts in rows.counts)}
     for name, index in splits.items():
         unique = np.unique(index)
@@ -67,6 +67,7 @@ def make_report(
             "licence": licence(origin.data_path),
             "rows": row_counts.rows,
             "outcomes": dict(row_counts.outcomes),
+            "places": row_counts.places,
             "bad": row_counts.bad,
             "one_opening": row_counts.one_opening,
         }
@@ -89,6 +90,15 @@ def count_outcomes(report: Tree) -> dict[str, int]:
     for source in report["sources"]:
         total.update(source["outcomes"])
     return dict(total.most_common())
+
+
+def places(report: Tree) -> dict[str, list[str]]:
+    """reason -> file:line of the first rows that were dropped for it, over all sources."""
+    reasons = dropped(report)
+    found = {
+        reason: [p for source in report["sources"] for p in source["places"].get(reason, ())] for reason in reasons
+    }
+    return {reason: at for reason, at in found.items() if at}
 
 
 def dropped(report: Tree) -> dict[str, int]:
@@ -175,7 +185,8 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
     for reasons, usable in ((train["dropped"], usable_rows), (empty, report["useful"])):
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
-            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            at = {reason: f" (the first: {first})" for reason, (first, *_) in places(report).items()}
+            counts = ", ".join(f"{count} {reason}{at.get(reason, '')}" for reason, count in reasons.items())
             cure = (
                 "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "
                 "--truncate tokens"

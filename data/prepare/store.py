@@ -134,7 +134,7 @@ def _encode_part(table: datasets.Dataset, encoder: RowEncoder, file: Path, part:
     table.shard(processes, part, contiguous=True).map(
         partial(encode_batch, encoder),
         batched=True,
-        remove_columns=["row"],
+        remove_columns=["row", "location"],
         features=features(encoder.recipe.phase, id_count(encoder.template.tokenizer)),
         cache_file_name=f"{file}-{part:05d}.arrow",
         new_fingerprint=f"items-{part}",

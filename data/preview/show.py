@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PhaseData, PromptDataset
 from data.prepare.encode import Demonstration, Item, Preference, Recipe, Spans
-from data.prepare.report import count_outcomes
+from data.prepare.report import count_outcomes, places
 from rlhf.maths.intervals import power
 from rlhf.text.dialogues import Template
 
 PERCENTILES = (5, 50, 95, 100)
+SHOWN_PLACES = 5
+"""dropped rows that are named, of each reason"""
 MAX_SHOWN = 1000
 """characters of a segment that are shown"""
 CONTEXT, LEARNED, SPECIAL, TITLE = "cyan", "green", " bold", "dim"
@@ -121,6 +123,10 @@ class Screen:
         for table in (_length_table(lengths(train, recipe)), _outcome_table(opened), _source_table(opened)):
             self._print("")
             self._console.print(table)
+        for reason, shown in places(opened.report).items():
+            self._print(
+                escape_control(f"{reason}: {', '.join(shown[:SHOWN_PLACES])}{', ...' * (len(shown) > SHOWN_PLACES)}")
+            )
         self._print("")
 
     def show_lengths(self, measured: dict[str, np.ndarray], proposal: str) -> None:

@@ -1,7 +1,7 @@
 """Records as a file holds them, and the protocol of a source, which turns them into rows."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from rlhf.errors import UserError
@@ -23,6 +23,8 @@ class Skipped:
     """the reason under which the row is counted; for a bad row the whole message, `file:line: what`"""
     bad: bool = False
     """the data has an error, which stops the run unless skip_bad_rows allows it"""
+    location: str = field(default="", compare=False)
+    """file:line, where the reason does not say it"""
 
 
 class DataSource(Protocol):

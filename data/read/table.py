@@ -1,7 +1,7 @@
 """A source over records: reads them from files or the hub, and parses each with the `parse` of an adapter."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -22,6 +22,7 @@ class Ranked:
     responses: tuple[tuple[str, float], ...]
     group: str = ""
     columns: Record = field(default_factory=dict)
+    location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Labelled:
     good: bool
     group: str = ""
     columns: Record = field(default_factory=dict)
+    location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Unanswered:
 
 Parsed = Row | Ranked | Labelled | Unanswered
 """what the `parse` of an adapter returns for one record"""
+LOCATED = (Row, Ranked, Labelled)
 
 
 def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row | Skipped]:
@@ -67,9 +70,11 @@ def phase_rows(items: Iterable[Parsed | Skipped], phase: Phase) -> Iterator[Row 
         elif phase == "reward":
             labelled.setdefault(item.prompt, []).append(item)
         elif phase == "ppo":
-            yield Row(item.prompt, None, None, item.group, item.columns)
+            yield Row(item.prompt, None, None, item.group, item.columns, location=item.location)
+        elif item.good:
+            yield Row(item.prompt, item.response, None, item.group, item.columns, location=item.location)
         else:
-            yield Row(item.prompt, item.response, None, item.group, item.columns) if item.good else LABELLED_BAD
+            yield LABELLED_BAD
     for responses in labelled.values():
         yield from _label_pairs(responses)
 
@@ -83,9 +88,10 @@ def _label_pairs(responses: Sequence[Labelled]) -> Iterator[Row | Skipped]:
     for i in range(max(len(good), len(bad))):
         if good and bad:
             first = good[i % len(good)]
-            yield Row(first.prompt, first.response, bad[i % len(bad)].response, first.group, first.columns)
+            response, rejected, group = first.response, bad[i % len(bad)].response, first.group
+            yield Row(first.prompt, response, rejected, group, first.columns, location=first.location)
         else:
-            yield Skipped(NO_COUNTERPART)
+            yield Skipped(NO_COUNTERPART, location=responses[i].location)
 
 
 def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Skipped]:
@@ -94,19 +100,20 @@ def ranked_rows(ranked: Ranked, phase: Phase, ranking: str) -> Iterator[Row | Sk
     ranking: distinguishes this ranked list from all others of the source; several pairs get it as `Row.ranking`.
     """
     order = sorted(ranked.responses, key=lambda response: -response[1])
+    row = Row(ranked.prompt, None, None, ranked.group, ranked.columns, location=ranked.location)
     if phase == "ppo":
-        yield Row(ranked.prompt, None, None, ranked.group, ranked.columns)
+        yield row
     elif not order:
-        yield Skipped("no response")
+        yield Skipped("no response", location=ranked.location)
     elif phase == "sft":
-        yield Row(ranked.prompt, order[0][0], None, ranked.group, ranked.columns)
+        yield replace(row, response=order[0][0])
     else:
         pairs = [(better, worse) for better, worse in combinations(order, 2) if better[1] > worse[1]]
         if not pairs:
-            yield Skipped("tie" if len(order) > 1 else "only one response")
+            yield Skipped("tie" if len(order) > 1 else "only one response", location=ranked.location)
         own_ranking = ranking if len(pairs) > 1 else ""
         for (chosen, _), (rejected, _) in pairs:
-            yield Row(ranked.prompt, chosen, rejected, ranked.group, ranked.columns, own_ranking)
+            yield replace(row, response=chosen, rejected=rejected, ranking=own_ranking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,9 @@ class Table:
                 yield record
                 continue
             try:
-                yield self.parse(record, location)
+                parsed = self.parse(record, location)
+                yield replace(parsed, location=location) if isinstance(parsed, LOCATED) else parsed
             except UserError as error:
                 yield Skipped(str(error), bad=True)
             except Unusable as reason:
-                yield Skipped(str(reason))
+                yield Skipped(str(reason), location=location)

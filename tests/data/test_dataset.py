@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
 from data.prepare.encode import Demonstration, Item, Preference, Prompt
+from data.prepare.gather import PLACES
+from data.prepare.report import places
 from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -204,7 +206,7 @@ def test_a_dialogue_that_the_template_refuses_is_dropped_and_counted(
     assert (len(train), train.dropped) == (6, {"the chat template refuses it (no system)": 1})
 
 
-def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+def test_what_is_dropped_is_counted_and_has_a_place(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     rows = [
         {"prompt": words(0), "chosen": words(1), "rejected": words(2)},
         {"prompt": words(3), "chosen": words(4), "rejected": words(4)},
@@ -213,10 +215,10 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
         {"prompt": words(8), "chosen": "  ", "rejected": words(1)},
     ]
     path = write(tmp_path / "x.jsonl", rows)
-    expected = {
-        "sft": (4, {"empty response": 1}),
-        "reward": (3, {"equal sides": 1, "equal sides after truncation": 1}),
-        "ppo": (4, {"empty prompt": 1}),
+    lines = {
+        "sft": {"empty response": 5},
+        "reward": {"equal sides": 2, "equal sides after truncation": 3},
+        "ppo": {"empty prompt": 4},
     }
     for i, phase in enumerate(PHASES):
         options = DataOptions(
@@ -227,9 +229,25 @@ def test_what_is_dropped_is_counted(tmp_path: Path, plain: PreTrainedTokenizerBa
             **EVERYTHING,
             **CUT,
         )
-        train = open_datasets(options, Recipe(phase), plain).train
-        assert (len(train), train.dropped) == expected[phase]
-        assert train.phase == phase
+        opened, dropped = open_datasets(options, Recipe(phase), plain), lines[phase]
+        assert (len(opened.train), opened.train.dropped) == (5 - len(dropped), dict.fromkeys(dropped, 1))
+        assert places(opened.report) == {reason: [f"{path[0]}:{line}"] for reason, line in dropped.items()}
+        assert opened.train.phase == phase
+
+
+def test_the_first_places_of_each_path_are_kept_in_order(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    same = {"prompt": words(1), "chosen": words(2), "rejected": words(2)}
+    ranked = [{"prompt": words(3), "responses": [words(4), words(5)], "scores": [1, score]} for score in (1, 0)]
+    paths = [
+        write(tmp_path / name, rows)[0] for name, rows in (("x.jsonl", [same] * (PLACES + 9)), ("y.jsonl", ranked))
+    ]
+    options = DataOptions(data_path=paths, data_split=(0, 1, 0), max_dropped=1, **EVERYTHING)
+    report = open_datasets(options, Recipe("reward"), plain).report
+    first, second = (source["places"] for source in report["sources"])
+    assert first == {"equal sides": [f"{paths[0]}:{line}" for line in range(1, PLACES + 1)]}
+    assert second == {"tie": [f"{paths[1]}:1"]}
+    with pytest.raises(UserError, match=rf"99% .*\(109 equal sides \(the first: {paths[0]}:1\)\)"):
+        open_datasets(options.model_copy(update={"max_dropped": 0.5}), Recipe("reward"), plain)
 
 
 # --- refusals

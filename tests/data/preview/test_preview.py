@@ -118,6 +118,7 @@ def test_every_row_that_was_read_is_in_the_account(
     assert counts == expected
     assert numbers(printed, "read in all") == ["15"] == [str(sum(expected.values()))]
     assert numbers(printed, "x.jsonl")[:3] == ["15", "10", "100.0%"]
+    assert "\nequal sides: x.jsonl:11, x.jsonl:12, x.jsonl:13\nresponse too long: x.jsonl:14\n" in printed
 
 
 def test_lengths(run: Any, tmp_path: Path, words: str) -> None:

@@ -226,7 +226,9 @@ def test_every_turn_of_a_dialogue_with_calls_is_learned_where_the_prompt_closes_
         "{% if add_generation_prompt %}[assistant]<think></think>{% endif %}"
     )
     calls = {**SAY, "tool_calls": [{"function": LOOK}]}
-    row = read(ASK, calls, {"role": "tool", "content": "1"}, SAY, ASK, SAY, tools=[{"name": "look", "description": "d"}])
+    row = read(
+        ASK, calls, {"role": "tool", "content": "1"}, SAY, ASK, SAY, tools=[{"name": "look", "description": "d"}]
+    )
     rows = [part for part in divided(ours, Recipe("sft", "every"), row) if isinstance(part, Row)]
     learned = []
     for item, _ in RowEncoder(Recipe("sft", "every"), ours, DataOptions())(rows):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Records become rows through an adapter's `parse`; every record is accounted for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -50,6 +50,7 @@ def test_every_record_gives_a_row_or_why_there_is_none() -> None:
             Skipped("f:3: broken", bad=True),
             Skipped("tie"),
         ]
+        assert [row.location for row in table.rows(phase)] == ["f:1", "", "", "f:4"]  # of the others the reason says it
 
 
 def test_rows_come_while_records_are_read() -> None:
@@ -87,6 +88,8 @@ def test_ranked_responses() -> None:
     ]
     rows = [Row(PROMPT, *pair, "g", {"x": 1}, "7") for pair in pairs]
     assert sorted(ranked_rows(ranked, "reward", "7"), key=str) == sorted(rows, key=str)
+    named = replace(ranked, location="f:3")
+    assert {row.location for phase in PHASES for row in ranked_rows(named, phase, "7")} == {"f:3"}
 
 
 def test_each_ranked_list_has_a_name_of_its_own_and_a_single_pair_none() -> None:
@@ -112,7 +115,7 @@ def test_ranked_responses_that_make_no_pair(responses: Any, reasons: tuple[str |
 
 
 def labelled(text: str, prompt: tuple[Message, ...] = PROMPT) -> Labelled:
-    return Labelled(prompt, text, text.startswith("good"), "g", {"of": text})
+    return Labelled(prompt, text, text.startswith("good"), "g", {"of": text}, f"at {text}")
 
 
 def test_labelled_responses() -> None:
@@ -131,6 +134,7 @@ def test_labelled_responses() -> None:
         Row(PROMPT, "good 2", "bad 2", "g", {"of": "good 2"}),
         Skipped(NO_COUNTERPART),
     ]
+    assert [row.location for row in phase_rows(items, "reward")] == ["", "at good 1", "at good 2", "at bad 1"]
 
 
 def test_the_rarer_label_repeats_in_turn() -> None:
