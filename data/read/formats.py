@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from data.read.json_rows import parse_array, parse_record
-from data.read.records import Record, Skipped, column_names
+from data.read.records import Record, Skipped, column_names, without_padding
 from data.read.remote import DataFile, RemoteFile, refuse_failures
 from rlhf.errors import UserError
 from rlhf.text.strict_json import DECODER
@@ -259,7 +259,7 @@ def _read_parquet(path: DataFile, file: IO[bytes]) -> LocatedRecords:
         for batch in table.iter_batches(batch_size=PARQUET_ROWS):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{path}:{number}", record
+                yield f"{path}:{number}", without_padding(record)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path}: not a readable parquet file after row {number}: {reason}; fetch it again") from None

@@ -13,7 +13,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
-from data.read.records import Skipped
+from data.read.records import Skipped, without_padding
 from data.read.remote import DataFile, RemoteFile, find_files, is_remote, refuse_failures
 from rlhf.config import Config, suggest
 from rlhf.errors import UserError
@@ -267,7 +267,7 @@ class HubDataset:
                 yield from _dataset_records(rows, location)
             else:
                 for number, record in enumerate(rows, 1):
-                    yield f"{location}:{number}", record
+                    yield f"{location}:{number}", without_padding(record)
 
     def fingerprint(self, split: str, config: TableConfig) -> str:
         """A digest with the builder's hash, which is the commit of a hub dataset."""
@@ -347,4 +347,4 @@ def _dataset_records(table: Any, location: str) -> LocatedRecords:
     for start in range(0, len(table), BATCH_ROWS):
         columns = table[start : start + BATCH_ROWS]
         for number, values in enumerate(zip(*columns.values(), strict=True), start + 1):
-            yield f"{location}:{number}", dict(zip(columns, values, strict=True))
+            yield f"{location}:{number}", without_padding(dict(zip(columns, values, strict=True)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rlhf.errors import UserError
 from rlhf.text.messages import require_text
@@ -61,6 +61,19 @@ def read_text(record: Record, column: str, location: str) -> str:
     if type(value) is str and value.isascii():
         return value
     return require_text(value, f"{location}: {column}")
+
+
+def without_padding(value: Any, of_tools: bool = False) -> Any:
+    """A value of an Arrow table, without the nulls inside `tools` and `tool_calls`.
+
+    Arrow gives each call the arguments of all functions, and null to those that the call does not have.
+    """
+    if isinstance(value, list):
+        return [without_padding(item, of_tools) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = ((key, item) for key, item in value.items() if item is not None or not of_tools)
+    return {key: without_padding(item, of_tools or key in ("tools", "tool_calls")) for key, item in items}
 
 
 def column_names(columns: Iterable[object]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data.read.paths import TableConfig, data_files, is_hub_id, open_path, refuse_loading_script
@@ -177,6 +179,20 @@ def test_a_saved_dataset(saved: Path) -> None:
         assert [location for location, _ in result] == [f"{saved}/{name}:{i + 1}" for i in range(600)]
     message = read_error(f"{saved}/one", "test", TableConfig(split="test"))
     assert message == f"{saved}/one: got split=test, expected none: it was saved without splits"
+
+
+def call(name: str, **arguments: object) -> dict[str, object]:
+    said = {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": arguments}]}
+    return {"messages": [said], "tools": [{"name": name, "parameters": {key: {"type": "text"} for key in arguments}}]}
+
+
+def test_a_call_in_an_arrow_table_has_no_arguments_of_other_functions(tmp_path: Path) -> None:
+    """Arrow stores {at: sky, a: null, b: null}; the template would write the nulls, and they would be learned."""
+    rows = [call("look", at="sky"), call("add", a=1, b=[2, None])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "x.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for name in ("x.parquet", "saved"):
+        assert read(f"{tmp_path}/{name}") == rows
 
 
 def test_a_saved_dataset_with_splits(saved: Path) -> None:
