@@ -25,6 +25,7 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OPENED = re.compile(r"<([^<>/\s]+)>\s*$")
 """a tag that a generation prompt leaves open"""
 CLOSED_EMPTY = re.compile(r"\s*<([^<>/\s]+)>\s*</\1>\s*")
+CLOSED = "ends the thought in the prompt, and the response has one"
 
 
 class Altered(Unrenderable):
@@ -71,7 +72,9 @@ def turn_text(prompt: str, whole: str, answer: Message) -> str:
     elif whole.startswith(prompt.rstrip()):
         turn, opened = whole[len(prompt.rstrip()) :], None
     else:
-        raise Altered("writes the turn otherwise than its generation prompt begins it")
+        thinks = thought_of(answer) or THOUGHT_END in answer.content
+        closed = thinks and prompt.rstrip().endswith(THOUGHT_END)
+        raise Altered(CLOSED if closed else "writes the turn otherwise than its generation prompt begins it")
     turn = _with_whole_content(turn, answer.content, prompt)
     if opened:
         turn = _continue_block(turn, opened[0], opened[1])
@@ -92,9 +95,10 @@ def _with_whole_content(turn: str, content: str, prompt: str) -> str:
     answer = answer.strip()
     if not end or answer not in turn:
         raise Altered("leaves out a part of the response")
-    if prompt.rstrip().endswith(THOUGHT_END):
-        raise Altered("ends the thought in the prompt, and the response has one")
-    if thought.split("<think>")[-1].strip() in turn:
+    thought = thought.split("<think>")[-1].strip()
+    if thought and prompt.rstrip().endswith(THOUGHT_END):
+        raise Altered(CLOSED)
+    if thought in turn:
         return turn  # the template writes the thought in another form
     before, _, after = turn.rpartition(answer) if answer else (turn, "", "")
     return CLOSED_EMPTY.sub("", before).rstrip().removesuffix(THOUGHT_END) + content.strip() + after

@@ -96,6 +96,15 @@ def test_a_thought_is_in_the_target_once_or_refused(name: str, answer: Message) 
     assert template.answer(target) == Message("assistant", "It is.", {"reasoning_content": "Hm, 2."})
 
 
+def test_where_the_prompt_ends_the_thought_an_answer_may_have_an_empty_one() -> None:
+    """As answers of Qwen3 without thoughts are stored."""
+    template, row = family("qwen3", '{"enable_thinking": false}'), Row((USER,))
+    empty = Message("assistant", f"<think>\n\n</think>\n\n{ANSWER.content}")
+    assert template.turn_ids(row, empty) == template.turn_ids(row, ANSWER)
+    with pytest.raises(UserError, match="ends the thought in the prompt"):
+        template.turn_ids(row, Message("assistant", "Yes.", {"reasoning_content": "Hm."}))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_of_tools_are_learned_and_results_are_context_or_both_are_refused(name: str) -> None:
     template = family(name)
