@@ -185,8 +185,8 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
     for reasons, usable in ((train["dropped"], usable_rows), (empty, report["useful"])):
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
-            at = {reason: f" (the first: {first})" for reason, (first, *_) in places(report).items()}
-            counts = ", ".join(f"{count} {reason}{at.get(reason, '')}" for reason, count in reasons.items())
+            first = {reason: f", first in {at[0]}" for reason, at in places(report).items()}
+            counts = "; ".join(f"{count} {reason}{first.get(reason, '')}" for reason, count in reasons.items())
             cure = (
                 "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "
                 "--truncate tokens"

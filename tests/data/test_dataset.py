@@ -246,7 +246,7 @@ def test_the_first_places_of_each_path_are_kept_in_order(tmp_path: Path, plain: 
     first, second = (source["places"] for source in report["sources"])
     assert first == {"equal sides": [f"{paths[0]}:{line}" for line in range(1, PLACES + 1)]}
     assert second == {"tie": [f"{paths[1]}:1"]}
-    with pytest.raises(UserError, match=rf"99% .*\(109 equal sides \(the first: {paths[0]}:1\)\)"):
+    with pytest.raises(UserError, match=rf"99% .*\(109 equal sides, first in {paths[0]}:1\)"):
         open_datasets(options.model_copy(update={"max_dropped": 0.5}), Recipe("reward"), plain)
 
 

@@ -86,8 +86,8 @@ TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
     "too many empty responses": (
         lines(30).replace("kind", " ", 10),
         ["--max-dropped", "0.3"],
-        "33% of the training rows of sft cannot be used (10 empty response); expected at most 30% (--max-dropped); "
-        "fix the data",
+        "33% of the training rows of sft cannot be used (10 empty response, first in x.jsonl:1); expected at most 30% "
+        "(--max-dropped); fix the data",
     ),
     "fewer rows than a batch": (
         lines(20),
