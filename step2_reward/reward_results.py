@@ -11,8 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf import console
 from rlhf.config import Tree
-from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import RESULTS
+from rlhf.evaluation.batch_generation import RESULTS, writing
 from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
@@ -226,11 +225,7 @@ def _provenance(model: str) -> Tree:
 
 def _write(output: Path, content: Mapping[str, object], page: str) -> None:
     """Write results.json last: if it exists, results.md is complete. Raises: UserError."""
-    try:
+    with writing(output):
         disk.write_text(output / "results.md", page)
         disk.write_json(output / RESULTS, disk.json_value(dict(content)))
-    except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
-        ) from None
     console.say(f"wrote {RESULTS} and results.md into {output}")

@@ -1,5 +1,6 @@
 """What `rlhf evaluate` and `rlhf pairs` share: the prompts of a file as batches, and policies that respond to them."""
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,17 @@ def require_writable(directory: Path, option: str) -> None:
             pass
     except OSError as error:
         raise UserError(f"{option}: cannot write there ({error.strerror}); name another directory") from None
+
+
+@contextlib.contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Inside, the files of --output are written. Raises: UserError if they cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
+        ) from None
 
 
 def encode_prompts(

@@ -18,6 +18,7 @@ from rlhf.evaluation.batch_generation import (
     encode_prompts,
     policy_path,
     require_writable,
+    writing,
 )
 from rlhf.evaluation.options import PairsConfig
 from rlhf.storage import disk
@@ -165,9 +166,5 @@ def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 def _write(output: Path, rows: Sequence[Tree]) -> None:
     """Write the whole file or nothing. Raises: UserError if it cannot be written."""
-    try:
+    with writing(output):
         disk.write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
-        ) from None

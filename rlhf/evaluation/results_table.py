@@ -12,8 +12,7 @@ from torch import Tensor
 from rlhf import console
 from rlhf.config import Tree
 from rlhf.distributed import collectives
-from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import RESULTS
+from rlhf.evaluation.batch_generation import RESULTS, writing
 from rlhf.evaluation.comparison import Comparison, Responses
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
@@ -254,15 +253,11 @@ def _write(
         "options": comparison.options.model_dump(mode="json", exclude={"overwrite"}),
         "versions": manifests.versions(),
     }
-    try:
+    with writing(output):
         rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
         disk.write_text(output / "samples.jsonl", "".join(rows))
         disk.write_text(output / "results.md", page)
         disk.write_json(output / RESULTS, content)
-    except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
-        ) from None
     console.say(f"wrote {RESULTS}, results.md and samples.jsonl into {output}")
 
 
