@@ -110,7 +110,7 @@ def new_vocabulary(
 
 
 class FineTuning:
-    """The policy in training (rlhf.supervised.runner.Learner)."""
+    """The policy in training (rlhf.supervised.runner.ModelInTraining)."""
 
     role: str = "policy"
     shown: tuple[str, ...] = ("loss", "grad_norm", "tokens_per_second")

@@ -122,10 +122,15 @@ class Reader:
     template: Template
 
     def scores(self, pairs: Sequence[Preference], micro_batch_size: int) -> Tensor:
-        """As of `score_pairs`, with the model's ending in place of that of training."""
-        return score_pairs(
-            self.model, list(map(self._finished, pairs)), micro_batch_size, self.template.tokenizer.pad_token_id
-        )
+        """The scores of both sides, float64 [N, 2] on the CPU, with the model's ending in place of that of training."""
+        if not pairs:
+            return torch.zeros(0, 2, dtype=torch.float64)
+        finished, pad_id = list(map(self._finished, pairs)), self.template.tokenizer.pad_token_id
+        lengths = torch.tensor([max(len(pair.chosen), len(pair.rejected)) for pair in finished])
+        groups = length_groups(lengths, micro_batch_size)
+        batches = (pair_batch([finished[i] for i in rows], pad_id) for rows in groups)
+        scores = torch.cat([score_separately(self.model, batch).scores for batch in batches])
+        return scores.double().cpu()[torch.cat(groups).argsort()]
 
     def _finished(self, pair: Preference) -> Preference:
         chosen, rejected = (self._side(side) for side in (pair.chosen, pair.rejected))
@@ -155,12 +160,3 @@ def _score_source(name: str, reader: Reader, source: Encoded, options: EvaluateR
         subsets=tuple(item.subset for item in items) if any(item.subset for item in items) else (),
         dropped=source.dataset.dropped,
     )
-
-
-def score_pairs(model: ScalarModel, pairs: Sequence[Preference], micro_batch_size: int, pad_id: int) -> Tensor:
-    """The scores of the chosen and the rejected side, float64 [N, 2] on the CPU; pairs of similar length together."""
-    if not pairs:
-        return torch.zeros(0, 2, dtype=torch.float64)
-    groups = length_groups(torch.tensor([max(len(x.chosen), len(x.rejected)) for x in pairs]), micro_batch_size)
-    scores = [score_separately(model, pair_batch([pairs[i] for i in rows], pad_id)).scores for rows in groups]
-    return torch.cat(scores).double().cpu()[torch.cat(groups).argsort()]

@@ -149,7 +149,7 @@ def recipe(_: RewardConfig) -> Recipe:
 
 
 class RewardModelling:
-    """The reward model in training (rlhf.supervised.runner.Learner)."""
+    """The reward model in training (rlhf.supervised.runner.ModelInTraining)."""
 
     role: str = "reward"
     shown: tuple[str, ...] = ("loss", "accuracy", "margin", "tokens_per_second")

@@ -114,10 +114,10 @@ def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> r
     """The context with which the score sources and the judge of this run are opened."""
     device = collectives.local_device()
     return rewards.Context(
-        tokenizer,
-        device,
-        compute_dtype(config, device),
-        str(config.reward_model),
-        config.rollout_batch_size,
-        config.reward_model_options,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=compute_dtype(config, device),
+        reward_model=str(config.reward_model),
+        micro_batch_size=config.rollout_batch_size,
+        model_options=config.reward_model_options,
     )

@@ -42,7 +42,7 @@ FOLDERS = ("model", "actor")
 """Folders of an earlier stage that may hold the model to start from."""
 
 
-class Learner(Protocol):
+class ModelInTraining(Protocol):
     """A stage's model in its engine, with its data."""
 
     role: str
@@ -76,7 +76,7 @@ class Supervised(Generic[C]):
     workload: Callable[[C, str, Mapping[str, str]], Workload]
     recipe: Callable[[C], Recipe]
     """which rows to read, and which of their tokens to learn"""
-    load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], Learner]
+    load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], ModelInTraining]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
     tokenizer: Callable[[C, str], PreTrainedTokenizerBase] = lambda _, model_path: load_tokenizer(resolve(model_path))
     """(options, path of the model): its tokenizer, before it gets a template"""
@@ -177,7 +177,7 @@ class Supervised(Generic[C]):
             run.finish({"model": partial(learner.save, metrics=metrics)}, metrics)
             run.recorder.verdict(run.step, partial(stage_verdict, run.directory, self.declaration))
 
-    def _evaluate(self, learner: Learner, steps_per_epoch: int, step: int) -> Metrics:
+    def _evaluate(self, learner: ModelInTraining, steps_per_epoch: int, step: int) -> Metrics:
         """The metrics on the held-out rows after `step` steps; prints those that are results of the stage."""
         metrics = learner.evaluate()
         shown = {
@@ -197,7 +197,7 @@ class Supervised(Generic[C]):
 class BestModel:
     """The weights of the best evaluation of a learner, which are exported in place of the last ones."""
 
-    def __init__(self, config: SupervisedOptions, learner: Learner) -> None:
+    def __init__(self, config: SupervisedOptions, learner: ModelInTraining) -> None:
         assert config.keep_best is not None
         self._learner, self._weights = learner, BestWeights(learner.engine)
         lower = config.keep_best not in learner.rising

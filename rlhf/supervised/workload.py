@@ -11,13 +11,13 @@ def supervised_workload(
     """Of micro-batches of this shape, whose rows have one or two texts."""
     row_tokens = shape.rows // config.micro_batch_size * shape.tokens
     return Workload(
-        stage,
-        (model,),
-        dtype_on(config, device),
-        config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // row_tokens),
-        config.micro_batch_size,
-        shape,
-        config.keep,
+        stage=stage,
+        models=(model,),
+        dtype=dtype_on(config, device),
+        batch=config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // row_tokens),
+        micro_batch=config.micro_batch_size,
+        shape=shape,
+        keep=config.keep,
         averages=int(config.keep_best is not None),
         eval_rows=config.eval_rows,
     )
