@@ -27,7 +27,11 @@ class Evaluation:
     """The N sampled responses of all ranks, in the order of their prompts, and their numbers: tensors [N]."""
 
     prompts: tuple[str, ...]
+    questions: tuple[str, ...]
+    """the user's last turn of each prompt"""
     responses: tuple[str, ...]
+    tokens: tuple[list[int], ...]
+    """ids of each response; its text can have others, which the policy would give another probability"""
     scores: Tensor
     judge_scores: Tensor | None
     kl: Tensor
@@ -37,10 +41,6 @@ class Evaluation:
     distinct_2: float
     by_source: dict[str, Tensor] = field(default_factory=dict)
     """scores [N] of each reward source, if there are several"""
-    questions: tuple[str, ...] = ()
-    """the user's last turn of each prompt"""
-    tokens: tuple[list[int], ...] = ()
-    """ids of each response; its text can have others, which the policy would give another probability"""
 
 
 def gather_evaluation(
@@ -60,7 +60,9 @@ def gather_evaluation(
     judge_scores = None if judge is None else _all(judge(samples))
     return Evaluation(
         prompts=tuple(collectives.of_all_ranks(samples.prompts)),
+        questions=tuple(collectives.of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
         responses=tuple(collectives.of_all_ranks(samples.responses)),
+        tokens=tuple(tokens),
         scores=_all(rollout.scores),
         judge_scores=judge_scores,
         kl=_all(ops.zero_off_mask(rollout.logprobs - rollout.ref_logprobs, rollout.mask).sum(1)),
@@ -69,8 +71,6 @@ def gather_evaluation(
         ended=_all(rollout.ended),
         distinct_2=distinct(tokens, 2),
         by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
-        questions=tuple(collectives.of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
-        tokens=tuple(tokens),
     )
 
 
@@ -145,8 +145,7 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
             rows.append(disk.json_value(row))
-            tokens = {"tokens": after.tokens[i]} if after.tokens else {}
-            file.write(json.dumps(rows[-1] | tokens, ensure_ascii=False) + "\n")
+            file.write(json.dumps(rows[-1] | {"tokens": after.tokens[i]}, ensure_ascii=False) + "\n")
     return rows
 
 

@@ -146,7 +146,7 @@ def update(
     credited: CreditedRollout,
     config: UpdateOptions,
     generator: torch.Generator,
-    indices: Sequence[int] = (),
+    indices: Sequence[int],
 ) -> Metrics:
     """`num_ppo_epochs` passes over the rollout, each in `num_mini_batches` optimizer steps; fewer beyond `target_kl`.
 
@@ -167,13 +167,12 @@ def update(
         rows = deal(minibatch, lengths)
         groups = [rows[group] for group in length_groups(lengths[rows], config.micro_batch_size)]
         micros = [credited[group].trimmed() for group in groups]
-        micro_indices = [[indices[row] for row in group.tolist()] for group in groups] if indices else []
+        micro_indices = [[indices[row] for row in group.tolist()] for group in groups]
         metrics: Metrics = {}
         if actor is not None:
             mixed = ptx.micro_batches() if ptx is not None else []
-            all_indices = [*micro_indices, *([] for _ in mixed)] if indices else []
             both: list[CreditedRollout | WeightedSequences] = [*micros, *mixed]
-            metrics |= actor.step(both, step_losses.actor_loss, all_indices)
+            metrics |= actor.step(both, step_losses.actor_loss, [*micro_indices, *([] for _ in mixed)])
             if "value_loss" in metrics:
                 metrics["loss"] -= config.vf_coef * metrics["value_loss"]
             metrics = _prefixed("policy", metrics)

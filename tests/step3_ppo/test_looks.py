@@ -32,6 +32,7 @@ def evaluation_of(scores: list[float], judged: list[float] | None, words: str) -
     return Evaluation(
         prompts=tuple(f"p{i}" for i in range(count)),
         responses=tuple(f"{words} {i}" for i in range(count)),
+        tokens=tuple([i] for i in range(count)),
         scores=torch.tensor(scores),
         judge_scores=None if judged is None else torch.tensor(judged),
         kl=torch.tensor([0.5] * count),
@@ -120,7 +121,7 @@ def test_samples_are_appended_side_by_side(tmp_path: Path) -> None:
     assert "judge" not in (tmp_path / "unjudged.jsonl").read_text(encoding="utf-8")
     assert rows[1] == {
         "iteration": 5, "prompt": "p1", "question": "q1", "before": "old 1", "after": "né\u2028w 1",
-        "score_before": 2.0, "score": 4.0, "kl": 0.5, "judge_before": 0.5, "judge": 1.5,
+        "score_before": 2.0, "score": 4.0, "kl": 0.5, "judge_before": 0.5, "judge": 1.5, "tokens": [1],
     }  # fmt: skip
 
 
@@ -128,7 +129,8 @@ def test_samples_with_a_score_that_is_no_number_are_json(tmp_path: Path) -> None
     before, after = evaluation_of([1.0], None, "old"), evaluation_of([float("nan")], None, "new")
     [row] = write_samples(tmp_path / "samples.jsonl", 5, before, after)
     text = (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
-    assert json.loads(text, parse_constant=pytest.fail) == row and (row["score_before"], row["score"]) == (1.0, None)
+    assert json.loads(text, parse_constant=pytest.fail) == row | {"tokens": [0]}
+    assert (row["score_before"], row["score"]) == (1.0, None)
 
 
 def test_the_final_numbers_by_hand() -> None:

@@ -37,7 +37,8 @@ def learn(game: Players, ptx: Ptx | None, advantage: float = 0.0) -> dict[str, f
     rollout = game.score(game.sample(twice_each()))
     credit = Credit(torch.where(rollout.mask, advantage, 0.0), torch.zeros(rollout.mask.shape))
     trained = Trained(game.actor, None, game.algorithm, first(game.algorithm), ptx)
-    return update(trained, CreditedRollout(rollout, credit), game.config, torch.Generator().manual_seed(0))
+    credited, draw = CreditedRollout(rollout, credit), torch.Generator().manual_seed(0)
+    return update(trained, credited, game.config, draw, range(len(credited)))
 
 
 def stream(game: Players, rows: Sequence[Demonstration]) -> Ptx:

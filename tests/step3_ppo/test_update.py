@@ -171,9 +171,8 @@ def test_each_epoch_takes_every_row_once_and_minibatches_count_their_tokens(
     watcher = Watcher()
     still = {"learning_rate": 0.0, "critic_learning_rate": 0.0}
     config = config_of("ppo", num_ppo_epochs=3, num_mini_batches=minibatches, micro_batch_size=size, **still)
-    metrics = update(
-        Trained(game.actor, None, watcher, first(None)), numbered(rollout), config, torch.Generator().manual_seed(0)
-    )
+    trained, draw = Trained(game.actor, None, watcher, first(None)), torch.Generator().manual_seed(0)
+    metrics = update(trained, numbered(rollout), config, draw, range(len(rollout)))
     # Only if every micro-batch's share was added and divided by the minibatch's own count.
     assert metrics["share"] == pytest.approx(1.0, abs=1e-6) and metrics["policy_loss"] == pytest.approx(1.0, abs=1e-6)
     assert not any(key.startswith("value") for key in metrics)
@@ -330,7 +329,7 @@ def test_the_average_follows_every_step_that_was_applied() -> None:
     def play(rollout: ScoredRollout) -> dict[str, float]:
         trained = Trained(game.actor, game.critic, game.algorithm, first(game.algorithm), ema=Average())  # type: ignore[arg-type]
         credited = CreditedRollout(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
-        return update(trained, credited, game.config, torch.Generator().manual_seed(0))
+        return update(trained, credited, game.config, torch.Generator().manual_seed(0), range(len(credited)))
 
     rollout = game.score(game.sample(twice_each()))
     play(rollout)

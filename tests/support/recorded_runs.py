@@ -24,6 +24,7 @@ def evaluation(scores: list[float], judged: list[float] | None, kl: float, respo
     return Evaluation(
         prompts=tuple(f"<s>Human: question {i}" for i in range(n)),
         responses=tuple(responses),
+        tokens=tuple([i] for i in range(n)),
         scores=torch.tensor(scores),
         judge_scores=None if judged is None else torch.tensor(judged),
         kl=torch.tensor([kl + 0.01 * i for i in range(n)]),
