@@ -45,6 +45,7 @@ def workload(
         share=generation.options(config.rollout_backend, eos_token_id=0, pad_token_id=0).device_share(),
         rescores=config.rescore,
     )
+    copies = int(config.ema_decay is not None) + int(config.keep_best is not None)
     return Workload(
         stage=STAGE.name,
         models=tuple(_models(config, model_paths, ids)),
@@ -54,8 +55,8 @@ def workload(
         shape=PassShape(config.micro_batch_size, tokens, predicted, "trained" if config.entropy_coef else "watched"),
         keep=config.keep,
         rollout=rollout,
-        averages=int(config.ema_decay is not None),
-        models_written=int(config.ema_decay is not None) + int(config.keep_best is not None),
+        averages=copies,
+        models_written=copies,
         iterations=iterations(config),
         eval_rows=config.eval_rows,
         note=f"evaluation: {power(min(config.eval_samples, config.max_eval_rows))}" if config.max_eval_rows else "",

@@ -13,6 +13,7 @@ from data.prepare.encode import Prompt
 from rlhf import adapters, console, rewards
 from rlhf.console import status
 from rlhf.distributed import collectives
+from rlhf.engine.ema import BestWeights, WeightsCopy
 from rlhf.engine.export import save_policy, save_scalar, saved_adapter
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
@@ -146,15 +147,20 @@ class HeldOut:
         return compare(self.before, self.after) | worth(self._best_of, self.before, self.after)
 
 
-def resumable(learner: Learner, observers: Mapping[str, Numbers]) -> Resumable:
+def resumable(learner: Learner, copies: Mapping[str, WeightsCopy], observers: Mapping[str, Numbers]) -> Resumable:
     """What a checkpoint holds: the state of the models and of the observers of the run."""
     engines = {"actor": learner.actor, "critic": learner.critic}
     trained = {name: engine for name, engine in engines.items() if engine is not None}
     if learner.critic is learner.actor:
         del trained["critic"]
     ptx = {} if learner.ptx is None else {"ptx": learner.ptx.batches}
-    average = {} if learner.ema is None else {"ema": learner.ema}
-    return Resumable({**trained, **ptx, "models": learner, **observers}, {**trained, **average})
+    return Resumable({**trained, **ptx, "models": learner, **observers}, {**trained, **copies})
+
+
+def keep_best(weights: BestWeights, save: Callable[[], None]) -> None:
+    """Keep the policy as it is now; `save` writes it at once, so that a run that does not finish leaves it."""
+    weights.update()
+    save()
 
 
 def describe_left_out(prompts: int, config: Step3Config) -> None:
@@ -200,12 +206,13 @@ def run(config: Step3Config) -> None:
         schedule, watch = Schedule(len(prompts), config), Watch(dtype)
         guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
         observers: dict[str, Numbers] = {"schedule": schedule, "watch": watch, "guard": guard}
-        best = None
+        best, copies = None, dict[str, WeightsCopy]({} if learner.ema is None else {"ema": learner.ema})
         if config.keep_best is not None:
-            keep = partial(stage.save, "best", save_actor)
+            copies["best"] = weights = BestWeights(learner.actor)
+            keep = partial(keep_best, weights, partial(stage.save, "best", save_actor))
             observers["best"] = best = Best(config.keep_best, config.patience, keep, admits=learner.kl.admits)
         random_sources.seed(config.seed, 0)  # ranks have different rows, so random scores differ
-        stage.resume(resumable(learner, observers))
+        stage.resume(resumable(learner, copies, observers))
         if stage.done:
             held_out.evaluate()
         else:
@@ -218,11 +225,12 @@ def run(config: Step3Config) -> None:
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(held_out.before, held_out.after, config.sample_rows)
+        if best is not None and not best.step:  # no policy was within the budget of the KL
+            del copies["best"]
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if learner.critic is not None:
             exports["critic"] = partial(save_scalar, learner.critic, adapter, tokenizer)
-        if learner.ema is not None:
-            exports["ema"] = partial(save_actor, average=learner.ema)
+        exports |= {folder: partial(save_actor, weights=copy) for folder, copy in copies.items()}
         stage.finish(exports, held_out.results(), learner.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 

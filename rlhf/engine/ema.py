@@ -32,6 +32,16 @@ class WeightsCopy:
             if name in self._copies:
                 self._copies[name].copy_(copy)
 
+    @contextlib.contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """The engine's model with the copied weights on every rank; between steps, inside `inference()` or outside."""
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        before = _exchange(trained, self._copies)
+        try:
+            yield
+        finally:
+            _exchange(trained, before)
+
     def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
         for i, (name, weight) in enumerate(self._engine.fp32_weights()):
             if i % collectives.world_size() == collectives.rank():
@@ -71,16 +81,6 @@ class EMA(WeightsCopy):
         """Update the average with the current weights. Every rank calls this together."""
         for name, weight in self._own_weights():
             self._copies[name].lerp_(weight, 1 - self._decay)
-
-    @contextlib.contextmanager
-    def inside(self, model: nn.Module) -> Iterator[None]:
-        """The engine's model with averaged weights on every rank; between steps, inside `inference()` or outside."""
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        before = _exchange(trained, self._copies)
-        try:
-            yield
-        finally:
-            _exchange(trained, before)
 
 
 def _exchange(trained: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> dict[str, Tensor]:

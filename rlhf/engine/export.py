@@ -21,7 +21,7 @@ from rlhf.distributed import collectives
 from rlhf.distributed.tensor_parallel import gather_full
 from rlhf.distributed.zero3 import gather_weights, is_sharded
 from rlhf.engine import old_readers
-from rlhf.engine.ema import EMA
+from rlhf.engine.ema import WeightsCopy
 from rlhf.engine.training import Engine
 from rlhf.models import adapter_files, new_rows, quantized, traits
 from rlhf.models.ends import saved_ends
@@ -53,15 +53,15 @@ def save_policy(
     adapter: SavedAdapter,
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
-    average: EMA | None = None,
+    weights: WeightsCopy | None = None,
 ) -> None:
     """Write the language model of a Policy engine, with tokenizer, template and generation config.
 
-    With `average`, write the engine's averaged weights instead of its last weights.
+    weights: an average or the best ones, to be written in place of the engine's last weights
     """
     policy = engine.module
     assert isinstance(policy, Policy)
-    with average.inside(policy) if average is not None else contextlib.nullcontext():
+    with weights.inside(policy) if weights is not None else contextlib.nullcontext():
         state = None if isinstance(adapter, AdapterAlone) else full_state(policy.lm, adapter)
         if collectives.is_main():  # the state may be the model's own memory
             set_special_ids(policy.lm, tokenizer)

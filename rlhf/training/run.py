@@ -92,9 +92,7 @@ class Run:
         self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
         self.peak_memory_gb = 0.0
-        self.models: list[str] = []
         if self._checkpoint is not None:
-            self.models = list(self._checkpoint.manifest["models"])
             for change in progress.versions_changed(self._checkpoint.manifest):
                 console.say(f"note: {self._checkpoint.folder} was written with another version: {change}")
         reporter = None
@@ -220,8 +218,7 @@ class Run:
 
     def _save_checkpoint(self) -> None:
         """Of the present step."""
-        about = self._provenance() | {"models": [*self.models]}
-        failure = checkpoints.save(self.directory, self.step, self._state, about, self.options.keep)
+        failure = checkpoints.save(self.directory, self.step, self._state, self._provenance(), self.options.keep)
         if failure is not None:
             last = checkpoints.describe_newest(self.directory)
             console.say(f"warning, step {self.step}: no checkpoint, {failure}; {last}")
@@ -262,8 +259,6 @@ class Run:
         with self._staged(folder) as staging:
             save(staging)
         collectives.barrier()
-        if folder not in self.models:
-            self.models.append(folder)
 
     def finish(
         self,
@@ -283,23 +278,23 @@ class Run:
             with _disk_errors(self.directory):
                 if state is not None:
                     disk.write_json(self.directory / "state.json", state)
-                for folder in {*self._declaration.models} - {*self.models}:  # of a run with other options
+                for folder in {*self._declaration.models} - {*models}:  # of a run with other options
                     shutil.rmtree(self.directory / folder, ignore_errors=True)
                 logs.sync(self.directory, self._logs)
-                self._write_manifest(metrics)
+                self._write_manifest([*models], metrics)
                 checkpoints.sweep(self.directory, everything=True, keep=int(self.options.keep_last_checkpoint))
         collectives.barrier()
         console.say(f"{self.stage}: {console.metrics_line(self._declaration.report.first(metrics))}")
-        console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in self.models)}")
+        console.say(f"{self.stage}: wrote {', '.join(str(self.directory / folder) for folder in models)}")
 
-    def _write_manifest(self, metrics: Metrics) -> None:
+    def _write_manifest(self, models: list[str], metrics: Metrics) -> None:
         manifest = self._provenance() | {
-            "models": self.models,
+            "models": models,
             "metrics": disk.json_value(dict(metrics)),
             "metrics_version": manifests.METRICS_VERSION,
             "world_size": collectives.world_size(),
             "hardware": {"device": hardware.device_name(), "processes": collectives.world_size()},
-            "files": manifests.file_digests(self.directory, self.models),
+            "files": manifests.file_digests(self.directory, models),
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)
 

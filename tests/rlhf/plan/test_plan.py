@@ -304,6 +304,13 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_weight(model_path: str) -> No
     plan = forecast(sft_plan.workload(best, "H100", {}), four_gpus(80e9))
     assert plan.disk == 16 * weights * 4 + 2 * weights  # the best weights too, in fp32
 
+    def disk(**changes: Any) -> float:
+        policy = PPO(dtype="bf16", keep=3, eval_every=5, **changes)
+        paths = {"actor_model": model_path, "reward_model": model_path}
+        return forecast(ppo_plan.workload(policy, "H100", paths), four_gpus(80e9)).disk
+
+    assert disk(keep_best="eval_score") - disk() == 4 * weights * 4 + 2 * weights
+
 
 def test_a_token_budget_counts_whole_rows_and_both_sides_of_pairs() -> None:
     options: dict[str, Any] = {"batch_tokens": 4096, "max_length": 512}

@@ -105,6 +105,19 @@ def test_step_3_goes_on_from_every_iteration(
     require_same(left(Path("out/step3_ppo")), whole)
 
 
+def test_the_best_policy_is_that_of_the_checkpoint(
+    models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step wrote there that was thrown away: on a GPU it does not come out the same again."""
+    options = ppo_options(**models, eval_every=1, keep_best="eval_score", total_episodes=16)
+    whole = undisturbed(here / "whole", options)
+    dying(monkeypatch, lambda: run(options), "end", 0)
+    best = Path("out/step3_ppo/best/model.safetensors")
+    best.write_bytes(Path(options.actor_model, "model/model.safetensors").read_bytes())
+    run(options)
+    require_same(left(Path("out/step3_ppo")), whole)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "best_of_n": {"algorithm": "best_of_n", "num_generations": 4},
     "adapter": {"adapter": "lora,r=4", "ema_decay": 0.5, "zero_stage": 2},
