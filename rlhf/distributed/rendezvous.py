@@ -109,15 +109,15 @@ def choose_interface() -> None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
-def check_ranks(options: RunOptions) -> None:
+def check_ranks(options: RunOptions, stage: str) -> None:
     """Wait for every rank, and check that all agree. Does nothing for a single process.
 
     Raises: UserError, on every rank, if one is missing after RLHF_RENDEZVOUS_TIMEOUT_S, or has different options, code
-    or versions.
+    or versions, or alone sees that the stage is finished.
     """
     if not is_multi_process():
         return
-    entry = {"host": socket.gethostname(), "has": shared_properties(options)}
+    entry = {"host": socket.gethostname(), "has": shared_properties(options, stage)}
     require_agreement(store(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), entry, timeout_s())
 
 
@@ -169,8 +169,9 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 # --- the same on every rank
 
 
-def shared_properties(options: RunOptions) -> dict[str, str]:
-    """name -> value of what all ranks must share: options, versions, and digests of the code and of user files."""
+def shared_properties(options: RunOptions, stage: str) -> dict[str, str]:
+    """name -> value of what all ranks must share: options, versions, digests of the code and of user files, and whether
+    the stage is finished: a rank that has nothing to do would leave the others waiting."""
     values = options.model_dump(mode="json")
     properties = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in values.items()}
     properties |= {
@@ -178,7 +179,9 @@ def shared_properties(options: RunOptions) -> dict[str, str]:
     }
     properties["python"] = ".".join(map(str, sys.version_info[:2]))
     user_files = [path for path in re.findall(r"[\w./~-]+\.py\b", json.dumps(values)) if Path(path).is_file()]
-    return properties | dict(_code_digests()) | {path: _digest(Path(path)) for path in user_files}
+    manifest = Path(options.output_dir) / stage / manifests.MANIFEST
+    finished = {str(manifest): "finished"} if manifest.is_file() else {}
+    return properties | finished | dict(_code_digests()) | {path: _digest(Path(path)) for path in user_files}
 
 
 def _code_digests() -> Iterator[tuple[str, str]]:
@@ -215,7 +218,7 @@ def describe_differences(values: Mapping[int, Tree], size: int) -> str | None:
             more = f"; {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
             return (
                 f"rank {rank} on {other['host']} differs from rank 0 on {first['host']}: {listed}{more}; "
-                "every host needs the same options, code and libraries"
+                "every host needs the same options, code and libraries, and all share one --output-dir"
             )
     return None
 

@@ -327,7 +327,10 @@ def follow(output_dir: Callable[[], str], stages: Collection[str]) -> NoReturn:
 
     output_dir: as the command line of this process names it; stages: the programs that an order may start
     """
-    _end_with(_follow(Work(os.getcwd(), output_dir, stages)))
+    code = _follow(Work(os.getcwd(), output_dir, stages))
+    if code:
+        time.sleep(CLOSING_S)  # rank 0 still says why: torchrun kills it at the first rank that fails
+    _end_with(code)
 
 
 def _end_with(code: int) -> NoReturn:

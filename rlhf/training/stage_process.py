@@ -100,7 +100,7 @@ def stage_main(
             from rlhf.distributed import rendezvous
             from rlhf.storage import manifests
 
-            rendezvous.check_ranks(options)
+            rendezvous.check_ranks(options, stage.name)
             manifests.require_writable(options.output_dir, stage.name)
             with fast_imports():
                 console.quiet_libraries()

@@ -99,15 +99,29 @@ def test_rank_0_is_missing() -> None:
 def test_what_must_agree(tmp_path: Path) -> None:
     reward = tmp_path / "my_reward.py"
     reward.write_text("1")
-    properties = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3))
+    properties = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3), "x")
     assert properties["--seed"] == "3" and properties["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert {"torch", "deepspeed", "rlhf/distributed/rendezvous.py", "step3_ppo/stage.py", "data/batches.py"} <= set(
         properties
     )
     assert "platform" not in properties  # kernels may differ
     reward.write_text("2")
-    changed = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3))
+    changed = rendezvous.shared_properties(RunOptions(output_dir=f"{reward}:score", seed=3), "x")
     assert {name for name in properties if properties[name] != changed[name]} == {str(reward)}
+
+
+def test_a_stage_that_one_host_alone_has_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would skip the stage, and the other host would wait for it."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b/out/x").mkdir(parents=True)
+    (tmp_path / "b/out/x/manifest.json").touch()
+    hosts = {}
+    for rank, host in enumerate("ab"):
+        monkeypatch.chdir(tmp_path / host)
+        hosts[rank] = {"host": host, "has": rendezvous.shared_properties(RunOptions(output_dir="out"), "x")}
+    message = rendezvous.describe_differences(hosts, 2)
+    assert message is not None and "rank 1 on b differs from rank 0 on a: out/x/manifest.json is there; " in message
+    assert message.endswith("share one --output-dir")
 
 
 def test_a_directory_that_only_one_host_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,3 +319,13 @@ def test_rank_0_of_another_launcher_leads_and_the_others_end_with_its_code(
         assert led.run(program, words(program, "sys.exit(7 * rank)"), OPTIONS) == 7
         raise SystemExit(75)
     assert code_of(other) == 75
+
+
+def test_a_follower_lets_its_leader_say_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun kills all processes as soon as one has failed, and the leader prints its error last."""
+    events: list[object] = []
+    monkeypatch.setattr(team, "_follow", lambda _: CODE)
+    monkeypatch.setattr(team.time, "sleep", lambda _: events.append("waits"))
+    monkeypatch.setattr(team, "_end_with", events.append)
+    team.follow(lambda: "out", [])
+    assert events == ["waits", CODE]
