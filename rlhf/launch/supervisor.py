@@ -272,7 +272,8 @@ class GroupWatch:
         if self._stops:
             causes.append(signal.Signals(self._stops[0]).name + (", then another" if len(self._stops) > 1 else ""))
         elif self._first is None or self._first.code in (REQUEUE, TERMINATED, -signal.SIGUSR1):
-            causes += ["SIGUSR1"] if self._requeue else ["SIGTERM"] if self._first else []
+            to_requeue = self._requeue or (self._first is not None and self._first.code == REQUEUE)
+            causes += ["SIGUSR1"] if to_requeue else ["SIGTERM"] if self._first else []
         if self._first is not None and self._first.code not in (REQUEUE, TERMINATED, -signal.SIGUSR1):
             killed_by_us = self._first in self._killed or (self._stops and self._first.code == -signal.SIGTERM)
             causes += [] if killed_by_us else [str(self._first)]

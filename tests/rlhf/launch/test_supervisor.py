@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.launch import supervisor
 from rlhf.launch.failure_summary import has_unsaved_steps
-from rlhf.launch.supervisor import TERMINATED, GroupWatch, RankExit, Signals
+from rlhf.launch.supervisor import REQUEUE, TERMINATED, GroupWatch, RankExit, Signals
 
 GRACE_S, SIGNAL_AT = 30.0, 10.0
 
@@ -84,6 +84,19 @@ def test_without_a_finished_step_the_grace_is_all(monkeypatch: pytest.MonkeyPatc
 def test_a_second_signal_ends_the_wait(second: float, monkeypatch: pytest.MonkeyPatch) -> None:
     code, end = watched(monkeypatch, 500, True, (SIGNAL_AT, second))
     assert code == -signal.SIGTERM and end == pytest.approx(second, abs=0.2)
+
+
+@pytest.mark.parametrize(("code", "name"), [(REQUEUE, "SIGUSR1"), (TERMINATED, "SIGTERM")])
+def test_a_signal_that_one_rank_alone_received_is_named(code: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(Clock(), saves_at=0)
+
+    def poll() -> list[RankExit]:
+        rank.ended = True
+        return [RankExit(0, code)]
+
+    monkeypatch.setattr(rank, "poll", poll)
+    status = GroupWatch(rank, Signals(), GRACE_S).wait()
+    assert (int(status), status.cause) == (code, name)
 
 
 def test_which_steps_are_unsaved(tmp_path: Path) -> None:
