@@ -209,7 +209,8 @@ class BestModel:
 
     def restore(self) -> Metrics:
         """Set the learner's weights to the best ones. Returns their metrics, and the step of which they are."""
-        self._weights.restore()
+        if self.best.step:  # else no evaluation was a number, or none was made: the last weights stay
+            self._weights.restore()
         return {**self._learner.evaluate(), "eval_best_step": float(self.best.step)}
 
 

@@ -180,6 +180,16 @@ def test_steps_1_and_2_go_on_with_dropout_to_their_best_model(
     require_same(left(next(Path("out").iterdir())), whole)
 
 
+def test_without_an_evaluation_the_last_model_is_exported(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the model that training began with: `keep_best` came when all steps were done."""
+    options = sft_options()
+    whole = undisturbed(here / "whole", options)
+    dying(monkeypatch, lambda: run(options), "end", 0)
+    changes = {"keep_best": "eval_perplexity", "eval_every": "1", "allow_config_change": True}
+    run(options.model_copy(update=changes))
+    assert left(Path("out/step1_sft"))["model/model.safetensors"] == whole["model/model.safetensors"]
+
+
 def test_a_run_that_patience_ended_leaves_its_last_checkpoint_and_renamed_exports() -> None:
     """With its last checkpoint it goes on where patience allows more."""
     options = sft_options(**WATCHED | {"patience": 1}, keep_best="eval_perplexity", save_every=None)
