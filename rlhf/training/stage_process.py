@@ -79,13 +79,13 @@ def stage_main(
 
     options_of: command line -> class of the options; program: what the user typed before them, if not `python -m STAGE`
     """
-    _end_with_launcher()
     streams.ignore_broken_streams()
     program = program or f"python -m {stage.name}"
     argv = foreign_settings.plain_words(console.words(argv))
     try:
         with requeue_on_signal(), _Patience():
             rank_variables.adopt(os.environ)
+            _end_with_launcher()
             accelerate_settings.adopt(os.environ)
             console.loading(stage.name, argv)
             if {"--help", "-h"} & {*argv}:
@@ -189,9 +189,12 @@ class _Patience:
 
 
 def _end_with_launcher() -> None:
-    """End when the launcher is gone, even by SIGKILL: by SIGTERM on Linux, and by SIGKILL after the grace period."""
+    """End when the launcher is gone, even by SIGKILL: by SIGTERM on Linux, and if it is ours by SIGKILL after the grace
+    period."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
+        if rank_variables.world_size() > 1:  # of torchrun, say, which is the parent
+            end_with_parent(os.getppid())
         return
     end_with_parent(int(launcher))
     grace_s = float(os.environ.get(LAUNCHER_GRACE, GRACE_S))
