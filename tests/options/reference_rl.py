@@ -77,7 +77,7 @@ class Reinforcement:
         return iterations * self.o["num_ppo_epochs"] * self.o["num_mini_batches"]
 
     def run(self) -> None:
-        o, best_at = self.o, []
+        o, best_at, networks = self.o, [], dict[str, Network]()
         before = after = self.evaluate()
         best, waited, beyond = -math.inf, 0, 0
         for iteration, indices in enumerate(self.prompt_batches(), start=1):
@@ -89,6 +89,7 @@ class Reinforcement:
                 if o["keep_best"] is not None and metrics.get(o["keep_best"], -math.inf) > best:
                     best, waited = metrics[o["keep_best"]], 0
                     best_at.append(iteration - 1)
+                    networks["best"] = self.actor.network.copy()
             self.comparison.step(metrics)
             beyond = beyond + 1 if o["abort_kl"] is not None and metrics["kl"] > o["abort_kl"] else 0
             if beyond >= o["abort_kl_iterations"]:
@@ -96,7 +97,7 @@ class Reinforcement:
             if o["patience"] is not None and waited >= o["patience"]:
                 break
         assert next(self.rollouts, None) is None and next(self.batches, None) is None, "the run went on"
-        networks = {"actor": self.actor.network}
+        networks |= {"actor": self.actor.network}
         networks |= {"critic": self.critic.network} if self.has_critic and not self.shared else {}
         networks |= {"ema": self.average} if o["ema_decay"] is not None else {}
         self.comparison.end(compared(before, after), networks, best_at)
