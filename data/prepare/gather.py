@@ -29,8 +29,8 @@ from rlhf.types import Message, Row
 ROWS_IN_BATCH = 1000
 SHOWN_BAD_ROWS = 10
 """bad rows that an error lists"""
-PLACES = 100
-"""dropped rows whose places are kept, of each reason"""
+MAX_LOCATIONS = 100
+"""dropped rows whose file and line are kept, of each reason"""
 MAX_BAD_ROWS = 1000
 """rows after which reading of an origin stops if all of them are bad"""
 
@@ -67,7 +67,7 @@ class RowCounts:
     """rows that the phase can use, whichever phase owns them"""
     outcomes: Counter[str] = field(default_factory=Counter)
     """outcome -> rows; each row has one outcome"""
-    places: dict[str, list[str]] = field(default_factory=dict)
+    locations: dict[str, list[str]] = field(default_factory=dict)
     """reason -> file:line of the first dropped rows"""
     bad: list[str] = field(default_factory=list)
     """error messages of malformed rows"""
@@ -90,9 +90,9 @@ class RowCounts:
         if count:
             self.outcomes[reason] += count
 
-    def place(self, reason: str, location: str) -> None:
-        if location and len(self.places.setdefault(reason, [])) < PLACES:
-            self.places[reason].append(location)
+    def locate(self, reason: str, location: str) -> None:
+        if location and len(self.locations.setdefault(reason, [])) < MAX_LOCATIONS:
+            self.locations[reason].append(location)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class GatheredRows:
     def count_dropped(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`, and note where the first ones are."""
         self.count(rows, reason)
-        first = np.sort(rows)[:PLACES]
+        first = np.sort(rows)[:MAX_LOCATIONS]
         locations = Dataset.from_file(str(self.file)).select(first)["location"]
         for origin, location in zip(self.table["origin"][first], locations, strict=True):
-            self.counts[origin].place(reason, location)
+            self.counts[origin].locate(reason, location)
 
 
 def gather(
@@ -187,7 +187,7 @@ class _Reader:
             counts.useful += not reason
             if reason or share not in (phase, "evaluation", UNDECIDED):
                 counts.add(reason or OTHER_PHASE)
-                counts.place(reason, row.location if reason else "")
+                counts.locate(reason, row.location if reason else "")
                 continue
             text = row_to_json(row, phase)
             prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
@@ -254,7 +254,7 @@ class _Reader:
                     counts.bad.append(row.reason)
             else:
                 counts.add(row.reason)
-                counts.place(row.reason, row.location)
+                counts.locate(row.reason, row.location)
             if counts.rows == MAX_BAD_ROWS == counts.outcomes[MALFORMED] > allowed:
                 return  # not the expected kind of data
 

@@ -67,7 +67,7 @@ def make_report(
             "licence": licence(origin.data_path),
             "rows": row_counts.rows,
             "outcomes": dict(row_counts.outcomes),
-            "places": row_counts.places,
+            "locations": row_counts.locations,
             "bad": row_counts.bad,
             "one_opening": row_counts.one_opening,
         }
@@ -92,13 +92,13 @@ def count_outcomes(report: Tree) -> dict[str, int]:
     return dict(total.most_common())
 
 
-def places(report: Tree) -> dict[str, list[str]]:
+def locations(report: Tree) -> dict[str, list[str]]:
     """reason -> file:line of the first rows that were dropped for it, over all sources."""
-    reasons = dropped(report)
-    found = {
-        reason: [p for source in report["sources"] for p in source["places"].get(reason, ())] for reason in reasons
-    }
-    return {reason: at for reason, at in found.items() if at}
+    located: dict[str, list[str]] = {}
+    for source in report["sources"]:
+        for reason in source["locations"].keys() & dropped(report).keys():
+            located.setdefault(reason, []).extend(source["locations"][reason])
+    return dict(sorted(located.items()))
 
 
 def dropped(report: Tree) -> dict[str, int]:
@@ -185,7 +185,7 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
     for reasons, usable in ((train["dropped"], usable_rows), (empty, report["useful"])):
         share = sum(reasons.values()) / max(1, sum(reasons.values()) + usable)
         if share > options.max_dropped:
-            first = {reason: f", first in {at[0]}" for reason, at in places(report).items()}
+            first = {reason: f", first in {at[0]}" for reason, at in locations(report).items()}
             counts = "; ".join(f"{count} {reason}{first.get(reason, '')}" for reason, count in reasons.items())
             cure = (
                 "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "

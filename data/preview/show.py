@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PhaseData, PromptDataset
 from data.prepare.encode import Demonstration, Item, Preference, Recipe, Spans
-from data.prepare.report import count_outcomes, places
+from data.prepare.report import count_outcomes, locations
 from rlhf.maths.intervals import power
 from rlhf.text.dialogues import Template
 
 PERCENTILES = (5, 50, 95, 100)
-SHOWN_PLACES = 5
+SHOWN_LOCATIONS = 5
 """dropped rows that are named, of each reason"""
 MAX_SHOWN = 1000
 """characters of a segment that are shown"""
@@ -123,10 +123,9 @@ class Screen:
         for table in (_length_table(lengths(train, recipe)), _outcome_table(opened), _source_table(opened)):
             self._print("")
             self._console.print(table)
-        for reason, shown in places(opened.report).items():
-            self._print(
-                escape_control(f"{reason}: {', '.join(shown[:SHOWN_PLACES])}{', ...' * (len(shown) > SHOWN_PLACES)}")
-            )
+        for reason, shown in locations(opened.report).items():
+            more = ", ..." if len(shown) > SHOWN_LOCATIONS else ""
+            self._print(escape_control(f"{reason}: {', '.join(shown[:SHOWN_LOCATIONS])}{more}"))
         self._print("")
 
     def show_lengths(self, measured: dict[str, np.ndarray], proposal: str) -> None:

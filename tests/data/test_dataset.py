@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
 from data.prepare.encode import Demonstration, Item, Preference, Prompt
-from data.prepare.gather import PLACES
-from data.prepare.report import places
+from data.prepare.gather import MAX_LOCATIONS
+from data.prepare.report import locations
 from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -231,7 +231,7 @@ def test_what_is_dropped_is_counted_and_has_a_place(tmp_path: Path, plain: PreTr
         )
         opened, dropped = open_datasets(options, Recipe(phase), plain), lines[phase]
         assert (len(opened.train), opened.train.dropped) == (5 - len(dropped), dict.fromkeys(dropped, 1))
-        assert places(opened.report) == {reason: [f"{path[0]}:{line}"] for reason, line in dropped.items()}
+        assert locations(opened.report) == {reason: [f"{path[0]}:{line}"] for reason, line in dropped.items()}
         assert opened.train.phase == phase
 
 
@@ -239,12 +239,13 @@ def test_the_first_places_of_each_path_are_kept_in_order(tmp_path: Path, plain: 
     same = {"prompt": words(1), "chosen": words(2), "rejected": words(2)}
     ranked = [{"prompt": words(3), "responses": [words(4), words(5)], "scores": [1, score]} for score in (1, 0)]
     paths = [
-        write(tmp_path / name, rows)[0] for name, rows in (("x.jsonl", [same] * (PLACES + 9)), ("y.jsonl", ranked))
+        write(tmp_path / name, rows)[0]
+        for name, rows in (("x.jsonl", [same] * (MAX_LOCATIONS + 9)), ("y.jsonl", ranked))
     ]
     options = DataOptions(data_path=paths, data_split=(0, 1, 0), max_dropped=1, **EVERYTHING)
     report = open_datasets(options, Recipe("reward"), plain).report
-    first, second = (source["places"] for source in report["sources"])
-    assert first == {"equal sides": [f"{paths[0]}:{line}" for line in range(1, PLACES + 1)]}
+    first, second = (source["locations"] for source in report["sources"])
+    assert first == {"equal sides": [f"{paths[0]}:{line}" for line in range(1, MAX_LOCATIONS + 1)]}
     assert second == {"tie": [f"{paths[1]}:1"]}
     with pytest.raises(UserError, match=rf"99% .*\(109 equal sides, first in {paths[0]}:1\)"):
         open_datasets(options.model_copy(update={"max_dropped": 0.5}), Recipe("reward"), plain)
