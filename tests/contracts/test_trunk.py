@@ -232,7 +232,7 @@ def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
     options = config(folders, tmp_path)
 
     def state(learner: Learner) -> Any:
-        return stage.resumable(learner, {})
+        return stage.resumable(learner, {}, {})
 
     whole = step3_models.set_up(options, tiny.tokenizer(), None)
     run = iterations(whole, options)
