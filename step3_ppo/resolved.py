@@ -76,17 +76,14 @@ def needs_critic(config: Step3Config) -> bool:
 
 
 def critic_starts_from_reward_model(config: Step3Config) -> bool:
-    """Whether there is a critic that starts from the reward model: told so, or because that scores or is named.
+    """Whether there is a critic that starts from the run's reward model: told so, or because that scores or is named.
 
     Its values do not predict other scores: by a function of words, the demo's policy gained 0.23 and 0.11 in 12
     iterations with a critic from the reward model, 0.90 and 0.31 with one from the policy (two seeds, 2026-11-27).
     """
-    suits = config.reward_model is not None or _is_scored_by_a_reward_model(config)
+    scores = None in learned_models(config.model_copy(update={"judge": None}))
+    suits = scores or config.reward_model is not None
     return needs_critic(config) and (config.critic_model == REWARD or (config.critic_model is None and suits))
-
-
-def _is_scored_by_a_reward_model(config: Step3Config) -> bool:
-    return any(plugins.parse_spec(rewards.split_weight(spec)[1])[0] == "learned" for spec in config.reward)
 
 
 def uses_reward_model(config: Step3Config) -> bool:
@@ -135,9 +132,9 @@ def choose_critic(option: str | None, models: Step3Config) -> str:
     )
 
 
-def describe_critic(option: str | None, models: Step3Config) -> str | None:
+def describe_critic(config: Step3Config, models: Step3Config) -> str | None:
     """A line for the user: what `choose_critic` has chosen, which is `models.critic_model`, and why; without a critic,
-    which options of one have no effect. None: nothing to say."""
+    which options of one have no effect. None: nothing to say. config: as the user wrote it"""
     if not needs_critic(models):
         rate = ("critic_learning_rate",) if models.adapter is None else ()  # an adapter has its own
         changed = {name: getattr(models, name) for name in ("critic_model", *rate)}
@@ -148,10 +145,10 @@ def describe_critic(option: str | None, models: Step3Config) -> str | None:
         return "the critic is a new value head on the actor (--critic-model shared)"
     if models.critic_model == POLICY:
         source = f"'{models.actor_model}', the policy, with a new value head"
-    if option is not None:
-        reason = f"--critic-model {option}"
-    elif models.critic_model == POLICY and not _is_scored_by_a_reward_model(models):
-        reason = "no score source is a reward model"
+    if config.critic_model is not None:
+        reason = f"--critic-model {config.critic_model}"
+    elif not critic_starts_from_reward_model(config):
+        reason = "no score source is the run's reward model"
     elif models.critic_model == POLICY:
         reason = f"the reward model '{models.reward_model}' has another tokenizer or chat template"
     else:

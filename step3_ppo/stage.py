@@ -191,7 +191,7 @@ def run(config: Step3Config) -> None:
             at_end.callback(learner.backend.close)
         if config.adapter is not None:
             console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
-        for note in (describe_critic(user_config.critic_model, config), learner.kl.note):
+        for note in (describe_critic(user_config, config), learner.kl.note):
             if note is not None:
                 console.say(f"{STAGE.name}: {note}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, learner.context)
@@ -214,6 +214,8 @@ def run(config: Step3Config) -> None:
         random_sources.seed(config.seed, 0)  # ranks have different rows, so random scores differ
         stage.resume(resumable(learner, copies, observers))
         if stage.done:
+            if best is not None and best.step:  # on the disk may be what steps wrote that are thrown away
+                stage.save("best", partial(save_actor, weights=copies["best"]))
             held_out.evaluate()
         else:
             stage.record_evaluation(at_start(held_out.before))
@@ -225,7 +227,7 @@ def run(config: Step3Config) -> None:
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(held_out.before, held_out.after, config.sample_rows)
-        if best is not None and not best.step:  # no policy was within the budget of the KL
+        if best is not None and not best.step:  # no evaluation, or no policy within the budget of the KL
             del copies["best"]
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if learner.critic is not None:

@@ -115,10 +115,11 @@ class GatheredRows:
     def count_dropped(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`, and note where the first ones are."""
         self.count(rows, reason)
-        first = np.sort(rows)[:MAX_LOCATIONS]
-        locations = Dataset.from_file(str(self.file)).select(first)["location"]
-        for origin, location in zip(self.table["origin"][first], locations, strict=True):
-            self.counts[origin].locate(reason, location)
+        rows, written = np.sort(rows), Dataset.from_file(str(self.file))
+        for number, counts in enumerate(self.counts):
+            first = rows[self.table["origin"][rows] == number][:MAX_LOCATIONS]
+            for location in written.select(first)["location"]:
+                counts.locate(reason, location)
 
 
 def gather(

@@ -68,7 +68,7 @@ def without_padding(value: Any, of_tools: bool = False) -> Any:
 
     Arrow gives each call the arguments of all functions, and null to those that the call does not have.
     """
-    if isinstance(value, list):
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return [without_padding(item, of_tools) for item in value]
     if not isinstance(value, dict):
         return value

@@ -53,13 +53,13 @@ class Fork:
             stream.flush()  # otherwise both processes write what is buffered
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         gc.freeze()  # objects that are not visited share their memory
+        atexit.register(gc.unfreeze)  # triton reports what is left at the end, and frozen objects are
         self._code: int | None = None
         try:
             self.pid = os.fork()
             if self.pid == 0:
                 _become(module, argv, environment, signals)
         finally:
-            gc.unfreeze()
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
     def poll(self) -> int | None:

@@ -327,10 +327,7 @@ def follow(output_dir: Callable[[], str], stages: Collection[str]) -> NoReturn:
 
     output_dir: as the command line of this process names it; stages: the programs that an order may start
     """
-    code = _follow(Work(os.getcwd(), output_dir, stages))
-    if code:
-        time.sleep(CLOSING_S)  # rank 0 still says why: torchrun kills it at the first rank that fails
-    _end_with(code)
+    _end_with(_follow(Work(os.getcwd(), output_dir, stages)))
 
 
 def _end_with(code: int) -> NoReturn:
@@ -355,6 +352,8 @@ def _follow(work: Work) -> int:
                     return TERMINATED
                 if not order.file:
                     store.add("dismissed", 1)
+                    if order.code:
+                        time.sleep(CLOSING_S)  # rank 0 still says why: torchrun kills it at the first rank that fails
                     return order.code
                 try:
                     work.enter()

@@ -118,6 +118,8 @@ class Template:
     def rewrites_turns(self, row: Row) -> bool:
         """Whether the template writes an earlier assistant turn of such a row otherwise than the model generates it, as
         those do that drop old thoughts. Each turn is then learned in a sequence of its own."""
+        if not any(message.role == "assistant" and message.learned for message in row.prompt):
+            return False
         if row.variables or any(message.keys or THOUGHT_END in message.content for message in row.prompt):
             return self._rewrites(row)  # only this row shows what becomes of its thoughts, calls and tools
         system = any(message.role == "system" for message in row.prompt)
@@ -127,8 +129,9 @@ class Template:
         return self._rewrites_plain[system]
 
     def _rewrites(self, row: Row) -> bool:
+        hidden = self._disguised(row)
         try:
-            self.prompt_ids_and_turns(row)
+            self._turn_slices(hidden, render(self.tokenizer, [hidden.prompt], variables=[hidden.variables])[0])
         except Altered as error:
             return error.reason == REWRITES
         except UserError:  # a slow tokenizer, or a template for single prompts

@@ -220,14 +220,15 @@ class Checkpoint:
 
     def _restore(self, state: Resumable, seed: int) -> None:
         numbers = disk.read_json(self.folder / STATE)
-        stored = {*numbers, *(file.split(".rank-")[0] for file in self.manifest["files"])}
-        for name in sorted({*state.numbers, *state.tensors} - stored):  # its option was not set then
+        stored = {file.split(".rank-")[0] for file in self.manifest["files"]}
+        # its option was not set then, or an older version wrote a half of it
+        missing = ({*state.numbers} - {*numbers}) | ({*state.tensors} - stored)
+        for name in sorted(missing):
             console.say(f"note: {self.folder} has no {name}, which starts from its initial state")
-        for name, source in state.numbers.items():
-            if name in numbers:
-                source.load_state_dict(numbers[name])
+        for name in {*state.numbers} - missing:
+            state.numbers[name].load_state_dict(numbers[name])
         for name, tensors in state.tensors.items():
-            if name in stored:
+            if name not in missing:
                 tensors.load_tensors(self._tensors(name))
         if self.manifest["world_size"] == collectives.world_size():
             random_sources.set_state(disk.read_json(self.folder / f"rng.rank-{collectives.rank()}.json"))

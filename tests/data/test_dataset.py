@@ -206,7 +206,7 @@ def test_a_dialogue_that_the_template_refuses_is_dropped_and_counted(
     assert (len(train), train.dropped) == (6, {"the chat template refuses it (no system)": 1})
 
 
-def test_what_is_dropped_is_counted_and_has_a_place(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+def test_what_is_dropped_is_counted_and_has_a_location(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     rows = [
         {"prompt": words(0), "chosen": words(1), "rejected": words(2)},
         {"prompt": words(3), "chosen": words(4), "rejected": words(4)},
@@ -235,7 +235,7 @@ def test_what_is_dropped_is_counted_and_has_a_place(tmp_path: Path, plain: PreTr
         assert opened.train.phase == phase
 
 
-def test_the_first_places_of_each_path_are_kept_in_order(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+def test_the_first_locations_of_each_path_are_kept_in_order(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
     same = {"prompt": words(1), "chosen": words(2), "rejected": words(2)}
     ranked = [{"prompt": words(3), "responses": [words(4), words(5)], "scores": [1, score]} for score in (1, 0)]
     paths = [
@@ -249,6 +249,17 @@ def test_the_first_places_of_each_path_are_kept_in_order(tmp_path: Path, plain: 
     assert second == {"tie": [f"{paths[1]}:1"]}
     with pytest.raises(UserError, match=rf"99% .*\(109 equal sides, first in {paths[0]}:1\)"):
         open_datasets(options.model_copy(update={"max_dropped": 0.5}), Recipe("reward"), plain)
+
+
+def test_every_path_has_locations_of_rows_that_are_too_long(tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    long, short = ({"prompt": words(*range(n)), "response": words(1)} for n in (40, 2))
+    files = ("x.jsonl", [short, *[long] * (MAX_LOCATIONS + 9)]), ("y.jsonl", [long, short])
+    paths = [write(tmp_path / name, rows)[0] for name, rows in files]
+    options = DataOptions(data_path=paths, data_split=(1, 0, 0), max_dropped=1, max_prompt_length=8, **EVERYTHING)
+    sources = open_datasets(options, Recipe("sft"), plain).report["sources"]
+    first, second = (list(source["locations"].values()) for source in sources)
+    assert first == [[f"{paths[0]}:{line}" for line in range(2, MAX_LOCATIONS + 2)]]
+    assert second == [[f"{paths[1]}:1"]]
 
 
 # --- refusals

@@ -63,7 +63,7 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     models = resolve_models(config).config
     [planned] = [model for model in workload(config, "cpu", {}).models if model.role == "critic"]
     assert planned.model_path == str(folder / start)
-    line = describe_critic(option, models)
+    line = describe_critic(config, models)
     assert line is not None and line.startswith(f"the critic starts from '{folder / start}'") and reason in line
 
 
@@ -75,7 +75,8 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     ],
 )
 def test_options_of_a_critic_that_there_is_not(changes: dict[str, float], line: str | None) -> None:
-    assert describe_critic(None, grpo.Config(algorithm="grpo", **changes)) == line
+    without = grpo.Config(algorithm="grpo", **changes)
+    assert describe_critic(without, without) == line
 
 
 @pytest.mark.parametrize(("reward", "start"), [("same", "same"), ("other", "policy")])
@@ -121,17 +122,22 @@ def test_a_critic_of_other_scores_starts_from_the_policy(folder: Path) -> None:
     assert set(inputs(config)) == {"actor_model"}
     check(config)
     models = resolve_models(config).config
-    line = describe_critic(None, models)
-    assert models.critic_model == "policy" and line is not None and "(no score source is a reward model)" in line
+    line = describe_critic(config, models)
+    assert (
+        models.critic_model == "policy" and line is not None and "(no score source is the run's reward model)" in line
+    )
     judged = config.model_copy(update={"judge": "learned"})
     assert set(inputs(judged)) == {"actor_model", "reward_model"}
     named = config_of(folder, reward=("length,target=5",))
     assert resolve_models(named).config.critic_model == str(folder / "same")
+    named = named.model_copy(update={"reward_model": str(folder / "other")})
+    models = resolve_models(named).config
+    assert models.critic_model == "policy" and "another tokenizer" in str(describe_critic(named, models))
     with pytest.raises(UserError, match=r"reward_model not found at .*; run step2_reward first") as refused:
         check(config.model_copy(update={"critic_model": "reward"}))
     assert "--reward-model" in str(refused.value)
     own = (f"learned,model={folder / 'step2_reward'}",)
-    assert set(inputs(config_of(folder, reward_model=None, reward=own, critic_model="policy"))) == {"actor_model"}
+    assert set(inputs(config_of(folder, reward_model=None, reward=own))) == {"actor_model"}
 
 
 def test_a_run_with_a_head_on_the_actor_leaves_both_models(

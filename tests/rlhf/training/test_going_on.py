@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.storage import manifests
 from step3_ppo.schedule import Schedule
 from tests.support import killing, tensorboard_events
 from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
@@ -116,6 +117,24 @@ def test_the_best_policy_is_that_of_the_checkpoint(
     best.write_bytes(Path(options.actor_model, "model/model.safetensors").read_bytes())
     run(options)
     require_same(left(Path("out/step3_ppo")), whole)
+
+
+def test_a_best_policy_without_its_weights_is_none(
+    models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of a version that had the metric of the best policy alone: the untrained one is not taken for it."""
+    options = ppo_options(**models, eval_every=1, keep_best="eval_score", total_episodes=16)
+    dying(monkeypatch, lambda: run(options), "end", 0)
+    for folder in Path("out/step3_ppo/checkpoints").iterdir():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for file in [name for name in manifest["files"] if name.startswith("best.")]:
+            del manifest["files"][file]
+            (folder / file).unlink()
+        del manifest["sha256"]
+        manifests.write_manifest(folder / "manifest.json", manifest)
+    run(options)
+    assert "has no best, which starts from its initial state" in capsys.readouterr().out
+    assert not Path("out/step3_ppo/best").exists()
 
 
 OTHERS: dict[str, dict[str, Any]] = {
