@@ -323,9 +323,11 @@ def test_rank_0_of_another_launcher_leads_and_the_others_end_with_its_code(
 
 def test_a_follower_lets_its_leader_say_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun kills all processes as soon as one has failed, and the leader prints its error last."""
-    events: list[object] = []
-    monkeypatch.setattr(team, "_follow", lambda _: CODE)
-    monkeypatch.setattr(team.time, "sleep", lambda _: events.append("waits"))
-    monkeypatch.setattr(team, "_end_with", events.append)
-    team.follow(lambda: "out", [])
-    assert events == ["waits", CODE]
+    waits: list[float] = []
+    monkeypatch.setattr(team.time, "sleep", waits.append)
+    monkeypatch.setattr(team, "end_with_parent", lambda _: None)
+    monkeypatch.setattr(team.rendezvous, "store", HashStore)
+    for code in (0, CODE):
+        monkeypatch.setattr(team, "_next_order", lambda *_, code=code: team.Order(1, code=code))
+        assert team._follow(team.Work("here", lambda: "out", [])) == code
+        assert waits == [team.CLOSING_S] * (code == CODE)
