@@ -110,6 +110,7 @@ def _models(config: Step3Config, model_paths: Mapping[str, str], ids: Mapping[st
         yield ModelSpec("critic", path, "scalar", config.critic_options, config.adapter, on_trunk=trunk, ids=extended)
     for model in learned_models(config):
         path, extended = reward_model if model is None else _Start(model)
-        shares = trunk and (model is None or _is_on_base(model, base_of(resolve(actor.path))))
+        on_trunk = trunk and (model is None or _is_on_base(model, base_of(resolve(actor.path))))
         options, rows = config.reward_model_options, config.rollout_batch_size
-        yield ModelSpec("reward model", path, "scalar", options, adapter if shares else None, rows, shares, extended)
+        role_adapter = adapter if on_trunk else None
+        yield ModelSpec("reward model", path, "scalar", options, role_adapter, rows, on_trunk, extended)

@@ -42,25 +42,26 @@ def open_roles(config: Step3Config, dtype: torch.dtype, vocabulary: int) -> Role
     adapter, the policy starts as a new one, and the reference is the base model alone.
     Reward models that are no adapters on the same base are left out. config: with the paths of all models
     """
-    start, has_critic = str(config.actor_model), needs_critic(config)
-    trunk = Trunk(load_causal_lm(base_of(start), dtype, vocabulary, Loading(config.seed, quantize=config.quantize)))
+    actor_path, has_critic = str(config.actor_model), needs_critic(config)
+    base = base_of(actor_path)
+    trunk = Trunk(load_causal_lm(base, dtype, vocabulary, Loading(config.seed, quantize=config.quantize)))
     _start_as_policy(trunk, ACTOR, config)
-    if is_adapter(Path(start)):
-        trunk.load(REFERENCE, start)
-    own_critic = has_critic and config.critic_model != SHARED
+    if is_adapter(Path(actor_path)):
+        trunk.load(REFERENCE, actor_path)
+    separate_critic = has_critic and config.critic_model != SHARED
     critic = None
-    if own_critic and config.critic_model == POLICY:
+    if separate_critic and config.critic_model == POLICY:
         _start_as_policy(trunk, CRITIC, config)
         critic = ScalarRole(trunk, CRITIC, new_head(trunk.lm, dtype, config.seed), trained=True)
-    elif own_critic:
+    elif separate_critic:
         critic = _scalar(trunk, CRITIC, str(config.critic_model), dtype, trained=True)
     rewards: dict[str, ScalarRole] = {}
     for path in dict.fromkeys(reward_model_path(config, model) for model in learned_models(config)):
-        if on_base(path, base_of(start)):
+        if on_base(path, base):
             role = f"{REWARD}-{len(rewards)}" if rewards else REWARD
             rewards[path] = _scalar(trunk, role, path, dtype, trained=False)
     actor: PolicyRole | ActorCriticRole = PolicyRole(trunk, ACTOR)
-    if has_critic and not own_critic:
+    if has_critic and not separate_critic:
         actor = ActorCriticRole(trunk, ACTOR, new_head(trunk.lm, dtype, config.seed))
     return Roles(actor, PolicyRole(trunk, REFERENCE, trained=False), critic, rewards)
 

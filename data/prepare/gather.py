@@ -106,6 +106,7 @@ class GatheredRows:
     counts: list[RowCounts]
     """of each origin"""
     file: Path
+    """the Arrow file of the rows: JSON and location"""
 
     def count(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`."""
@@ -188,7 +189,8 @@ class _Reader:
             counts.useful += not reason
             if reason or share not in (phase, "evaluation", UNDECIDED):
                 counts.add(reason or OTHER_PHASE)
-                counts.locate(reason, row.location if reason else "")
+                if reason:
+                    counts.locate(reason, row.location)
                 continue
             text = row_to_json(row, phase)
             prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
@@ -209,7 +211,7 @@ class _Reader:
         caller warns of them.
         """
         phase, own_data_only = self.recipe.phase, self.recipe.own_data_only
-        shares: list[tuple[int, int, bool]] = []
+        entries: list[tuple[int, int, bool]] = []
         for other_phase, origin in origins_of_other_phases(self.options, phase, own_data_only):
             if origin.streaming and own_data_only:
                 continue
@@ -222,8 +224,8 @@ class _Reader:
                 if isinstance(row, Row):
                     share, group, point = self._assign_share(row, origin, other_phase)
                     if share in (other_phase, UNDECIDED):
-                        shares.append((group, point, share == UNDECIDED))
-        table = np.array(shares, [("group", "u8"), ("point", "u8"), ("undecided", "?")])
+                        entries.append((group, point, share == UNDECIDED))
+        table = np.array(entries, [("group", "u8"), ("point", "u8"), ("undecided", "?")])
         decided, undecided = table["group"][~table["undecided"]], table[table["undecided"]]
         owned = self.owners.owned_by_others(phase, undecided["group"], undecided["point"])
         return np.concatenate([decided, undecided["group"][owned]])

@@ -94,11 +94,10 @@ def count_outcomes(report: Tree) -> dict[str, int]:
 
 def locations(report: Tree) -> dict[str, list[str]]:
     """reason -> file:line of the first rows that were dropped for it, over all sources."""
-    located: dict[str, list[str]] = {}
-    for source in report["sources"]:
-        for reason in source["locations"].keys() & dropped(report).keys():
-            located.setdefault(reason, []).extend(source["locations"][reason])
-    return dict(sorted(located.items()))
+    located = {
+        r: [at for source in report["sources"] for at in source["locations"].get(r, ())] for r in dropped(report)
+    }
+    return {reason: located[reason] for reason in sorted(located) if located[reason]}
 
 
 def dropped(report: Tree) -> dict[str, int]:

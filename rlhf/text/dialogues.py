@@ -134,7 +134,7 @@ class Template:
             self._turn_slices(hidden, render(self.tokenizer, [hidden.prompt], variables=[hidden.variables])[0])
         except Altered as error:
             return error.reason == REWRITES
-        except UserError:  # a slow tokenizer, or a template for single prompts
+        except UserError:  # a template for single prompts
             return False
         return False
 
