@@ -128,7 +128,7 @@ def code_of(process: BaseProcess) -> int | None:
 def test_a_signal_ends_every_process(program: str, tmp_path: Path, number: int, processes: int) -> None:
     nested = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{program}']); "
     with launched(program, nested + "ready(); time.sleep(99)", processes, tmp_path) as process:
-        assert len(alive(program)) >= 2 * processes
+        until(lambda: len(alive(program)) >= 2 * processes)
         send(process, number)
         assert code_of(process) == (-number) % 256
     until(lambda: not alive(program))

@@ -26,8 +26,9 @@ def job(tmp_path: Path) -> dict[str, str]:
     for name, text in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "9", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    return os.environ | own
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    # `make test PYTHON=python3.12` passes its PYTHON on, and the scripts would follow it.
+    return os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "9", "PATH": path, "PYTHON": "python"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="bash")
