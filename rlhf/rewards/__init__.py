@@ -143,6 +143,12 @@ def open_source(spec: str, context: Context) -> Source:
 def open_unchecked(spec: str, context: Context) -> Source:
     """A score source as of `open_source`, whose scores may be non-finite."""
     plugin = plugins.spec("python", function=spec) if _is_function(spec) else spec
+    name = spec.split(",")[0]
+    if "/" in name and plugin is spec and not name.endswith(".py"):
+        raise UserError(
+            f"reward '{name}': got a path, expected a score source: learned,model={name} for a reward model of step 2, "
+            f"classifier,model={name} for another classifier"
+        )
     built: Source = plugins.build("rlhf.rewards", plugin, context)
     source = plugins.conforming(built, Source, spec)
 

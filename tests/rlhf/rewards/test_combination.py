@@ -94,6 +94,7 @@ def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None
         (["0.5*"], "got nothing after the weight"),
         (["repetition", "0.5*lenght"], "no 'lenght' in rlhf.rewards; have classifier, learned, length, match"),
         (["2*3*vader"], "no '3*vader' in rlhf.rewards"),
+        (["0.5*me/rm"], "reward 'me/rm': got a path, expected a score source: learned,model=me/rm for"),
         ([], r"got [], expected at least one source"),
         (["0*vader"], "expected at least one source whose weight is not 0"),
         (["0.5*length,target=1,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
