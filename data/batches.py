@@ -4,7 +4,7 @@ Masks are made here, from lengths, never from ids.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -55,10 +55,11 @@ def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
     return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
 
 
-def padding_share(micros: Sequence[Sequences | JoinedPairs]) -> float:
-    """The share of padding among the tokens that a model computes."""
-    real = sum(int(micro.mask.sum()) for micro in micros)
-    return 1 - real / sum(micro.ids.numel() for micro in micros)
+def padding_share(micros: Sequence[Sequences | JoinedPairs], packs: Callable[[Sequences | JoinedPairs], bool]) -> float:
+    """The share of padding among the tokens that a model computes. packs: whether it computes rows without padding"""
+    real = [int(micro.mask.sum()) for micro in micros]
+    computed = (n if packs(micro) else micro.ids.numel() for micro, n in zip(micros, real, strict=True))
+    return 1 - sum(real) / sum(computed)
 
 
 def _sequences(rows: Sequence[Sequence[int]], spans: Sequence[Spans], pad_id: int) -> Sequences:

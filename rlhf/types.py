@@ -235,6 +235,11 @@ class JoinedPairs(TensorRecord):
         """[B, S] bool, True where a token is real"""
         return torch.arange(self.ids.shape[1], device=self.ids.device) <= self.ends[:, 1:]
 
+    @property
+    def lengths(self) -> Tensor:
+        """[B] real tokens of the longer side."""
+        return torch.where(self.mask, self.positions + 1, 0).amax(1)
+
     def visible(self) -> Tensor:
         """Attention mask, bool [B, S, S]: whether token i may attend to token j."""
         size = self.ids.shape[1]

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import new_rows, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
+from rlhf.models.packing import packs_rows
 from rlhf.models.policy import Policy
 from rlhf.storage import manifests
 from rlhf.supervised.runner import Supervised
@@ -62,7 +64,7 @@ def train(
 
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         numbers = {"tokens": tokens.item(), "tokens_learned": learned.item()}
-        yield {**metrics, **numbers, "padding": 0.0 if policy.module.packs else padding_share(micros)}
+        yield {**metrics, **numbers, "padding": padding_share(micros, partial(packs_rows, policy.module.lm))}
 
 
 def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:

@@ -5,7 +5,7 @@ What is minimised is a file of step2_reward/objectives/; `pairwise` is the defau
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from rlhf.maths.losses import Loss
 from rlhf.maths.preferences import in_order
 from rlhf.models import sequence_parallel
 from rlhf.models.load import Loading, set_dropout
+from rlhf.models.packing import packs_rows
 from rlhf.models.reading import set_reading
 from rlhf.models.scalar import (
     HEAD,
@@ -91,7 +92,8 @@ def train(
 
         metrics = reward.step(step.micros, loss, step.rows)
         tokens = collectives.sum_over_ranks(torch.tensor(sum(counted_tokens(*each) for each in passes))).item()
-        padding = 0.0 if reward.module.packs else padding_share([rows for _, computed in passes for rows in computed])
+        computed = [rows for _, all_rows in passes for rows in all_rows]
+        padding = padding_share(computed, partial(packs_rows, reward.module.backbone))
         yield {**metrics, "tokens": tokens, "padding": padding}
 
 
@@ -126,7 +128,7 @@ def scoring(
         return score_separately
     longest = tokens[:, 0].argsort(kind="stable")[-min(4, config.micro_batch_size) :]
     with reward.inference() as model:
-        joinable = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id))
+        joinable = can_join(model, pair_batch([dataset[int(i)] for i in longest], pad_id), config.max_length)
     if all(collectives.gather_objects(joinable)):
         return score_joined
     console.say("both sides of a pair are computed in full: this model cannot separate them in one row")

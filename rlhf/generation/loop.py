@@ -110,10 +110,10 @@ class _Rollout:
         self, lm: PreTrainedModel, prompts: Prompts, choice: "_Choice", uniforms: Tensor | None, memory: Memory
     ) -> None:
         self._lm, self._prompts, self._choice, self._memory = lm, prompts.to("cpu"), choice, memory
-        self._fixed = packs(lm)
-        """whether the shapes of a step do not depend on the tokens so far"""
         device, mask = lm.device, self._prompts.mask[:, self._prompts.mask.any(0)]
         self._start, self._end = mask.shape[1], mask.shape[1] + choice.response_length
+        self._fixed = packs(lm, self._end)
+        """whether the shapes of a step do not depend on the tokens so far"""
         memory.begin(lm, self._fixed)
         self.table = memory.table(len(prompts), memory.capacity(self._end))
         on_device = None if uniforms is None else to_device(uniforms[:, : choice.response_length], device)
@@ -131,10 +131,13 @@ class _Rollout:
     def columns(self) -> Generator[int, None, None]:
         """Sample into the columns of the table. Yields each of them."""
         lm, table, memory, unfinished = self._lm, self.table, self._memory, _Unfinished()
-        droppable = attends_to_all(lm.config)  # other caches may not support the removal of rows
+        whole = attends_to_all(lm.config, self._end)  # other caches may not support the removal of rows
         # With a growing cache, layers would be compiled again for every length.
         with contextlib.nullcontext() if self._fixed else cpu.eager():
-            logits, cache = _read(lm, self._prompts, table, table.column if self._fixed else None, memory)
+            if whole:
+                logits, cache = _read(lm, self._prompts, table, table.column if self._fixed else None, memory)
+            else:
+                logits, cache = _read_padded(lm, self._prompts)
         self._choice.append(table, logits)
         del logits
         with cpu.decode_step(lm, next_logits, self._fixed) as step:
@@ -143,7 +146,7 @@ class _Rollout:
                 known = unfinished.observe(table.active)
                 if column == self._end - 1 or (known is not None and not known.any()):
                     return
-                if known is not None and droppable:
+                if known is not None and whole:
                     count = memory.row_count(int(known.sum()), len(known))
                     if count <= UNFINISHED_SHARE * len(known):
                         order = known.byte().argsort(descending=True, stable=True)  # those that go on are first
@@ -250,8 +253,6 @@ def _read(
 
     Rows of similar length are processed together, and a repeated prompt only once.
     """
-    if not attends_to_all(lm.config):
-        return _read_padded(lm, prompts)
     ids, lengths = ops.flush_left(prompts.ids, prompts.mask), prompts.mask.sum(1)
     ids = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -1)
     unique, which = ids.unique(dim=0, return_inverse=True)
@@ -277,7 +278,7 @@ def _read_together(lm: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[State
     mask = ids >= 0
     states: list[States] = []
     packed = model_inputs(lm, ids.clamp(min=0), mask, states)
-    cache = None if packs(lm) else DynamicCache(config=lm.config)
+    cache = None if packs(lm, ids.shape[1]) else DynamicCache(config=lm.config)
     last = packed.states.gather(1, mask.sum(1, keepdim=True) - 1).squeeze(1)
     with restrict_head(lm.get_output_embeddings(), to_device(last, lm.device)):
         logits = lm(**packed.inputs, **cache_input(lm, cache), use_cache=cache is not None).logits[0]
@@ -293,7 +294,7 @@ def _of_tokens(states: Tensor) -> Tensor:
 
 
 def _read_padded(lm: PreTrainedModel, prompts: Prompts) -> tuple[Tensor, DynamicCache]:
-    """The same for models with other kinds of layers, such as a sliding window: all rows at once, left-padded."""
+    """The same where a layer does not attend to all tokens: all rows at once, left-padded."""
     cache, columns = DynamicCache(config=lm.config), prompts.mask.any(0)
     mask = prompts.mask[:, columns]
     inputs = {"input_ids": prompts.ids[:, columns], "attention_mask": mask.long()}

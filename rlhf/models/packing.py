@@ -19,7 +19,7 @@ from rlhf.maths import ops
 from rlhf.models import variable_length
 from rlhf.models.traits import attends_to_all, has_argument
 from rlhf.models.variable_length import Rows
-from rlhf.types import JoinedPairs, to_device
+from rlhf.types import JoinedPairs, Sequences, to_device
 
 SIMILAR = 0.75
 """least length of a row in a group, as a share of the longest row; a group attends as one padded batch"""
@@ -167,8 +167,8 @@ def model_inputs(
     cache_states: for packed rows, as in `Layout`
     """
     positions = ops.positions(mask)
-    if packs(model):
-        lengths = mask.sum(1)
+    lengths = mask.sum(1)
+    if packs(model, int(lengths.max())):
         states = positions + _starts(lengths)[:, None]
         rows = Layout(lengths, model.dtype, model.device, cache_states=cache_states)
         return ModelInputs(_packed(ids[mask], positions[mask], rows), states.clamp(max=int(lengths.sum()) - 1))
@@ -180,7 +180,7 @@ def model_inputs(
 
 def pair_inputs(model: PreTrainedModel, pairs: JoinedPairs) -> ModelInputs:
     """Inputs for pairs in one row each; `states` are those at the ends of both sides, [B, 2]."""
-    if packs(model):
+    if packs_rows(model, pairs):
         lengths = pairs.ends[:, 1] + 1
         rows = Layout(lengths, model.dtype, model.device, pairs.branch[pairs.mask])
         states = pairs.ends + _starts(lengths)[:, None]
@@ -200,9 +200,15 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, object]:
     return {"input_ids": ids, "position_ids": positions, "attention_mask": mask, "layout": rows}
 
 
-def packs(model: PreTrainedModel) -> bool:
-    """Whether a model supports packed rows, according to `detect_support`, and still has our attention."""
-    return getattr(model, FLAG, False) and cpu.installed(model)
+def packs(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether a model supports packed rows of up to so many tokens, according to `detect_support`, and still has our
+    attention, which knows no window: so no row may be longer than the model's."""
+    return getattr(model, FLAG, False) and cpu.installed(model) and attends_to_all(model.config, tokens)
+
+
+def packs_rows(model: PreTrainedModel, rows: Sequences | JoinedPairs) -> bool:
+    """Whether these rows are packed, so that no padding is computed."""
+    return packs(model, int(rows.lengths.max()))
 
 
 @torch.no_grad()
@@ -213,9 +219,9 @@ def detect_support(model: PreTrainedModel, unsharded: bool) -> None:
     fp32, half in bf16, whose rounding has no bound that holds for every model) than a single row of all tokens is.
     """
     setattr(model, FLAG, _suited(model))
-    if not unsharded or not packs(model):
-        return
     lengths = torch.tensor([7, 12, 5, 11])
+    if not unsharded or not packs(model, int(lengths.max())):
+        return
     mask = torch.arange(12) < lengths[:, None]
     vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an embedding: its weight is a tensor
     ids = torch.randint(vocabulary, mask.shape, generator=torch.Generator().manual_seed(0))
@@ -233,4 +239,4 @@ def detect_support(model: PreTrainedModel, unsharded: bool) -> None:
 def _suited(model: PreTrainedModel) -> bool:
     # Latent attention has a compressed cache, for which `cache_states` would be wrong.
     unsuitable = getattr(model.config, "alibi", False) or getattr(model.config, "kv_lora_rank", None)
-    return has_argument(model, "position_ids") and attends_to_all(model.config) and not unsuitable
+    return has_argument(model, "position_ids") and attends_to_all(model.config, 1) and not unsuitable

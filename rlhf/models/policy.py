@@ -49,11 +49,6 @@ class Policy(nn.Module):
         super().__init__()
         self.lm = lm
 
-    @property
-    def packs(self) -> bool:
-        """Whether rows are packed, so that no padding is computed."""
-        return packing.packs(self.lm)
-
     def forward(self, sequences: Sequences, temperature: float = 1.0, entropy: Entropy = "none") -> TokenOutput:
         """Log-probs, and entropies if wanted, of the tokens under the loss mask, on the device of the model.
 

@@ -58,11 +58,6 @@ class ScalarModel(nn.Module):
         self.backbone = backbone
         self.score = head
 
-    @property
-    def packs(self) -> bool:
-        """Whether rows are packed, so that no padding is computed."""
-        return packing.packs(self.backbone)
-
     def forward(self, rows: Sequences | JoinedPairs) -> Tensor:
         """The scalar at every token, fp32 [B, S], 0 off the mask; of pairs, at the ends of both sides, [B, 2]."""
         if isinstance(rows, JoinedPairs):
@@ -109,16 +104,18 @@ def score_every_token(model: Callable[[Sequences | JoinedPairs], Tensor], pairs:
 
 
 @torch.no_grad()
-def can_join(model: ScalarModel, pairs: Pairs) -> bool:
+def can_join(model: ScalarModel, pairs: Pairs, tokens: int) -> bool:
     """Whether pairs in one row have the same scores as in separate rows. They do if attention supports any mask and the
-    model takes positions; not with a sliding window, a recurrent state, or positions that are derived from the mask.
+    model takes positions; not with a window that is shorter than a side, a recurrent state, or positions that are
+    derived from the mask.
 
     The rounding of bf16 has no bound that holds for every model. So the difference is compared with that of two
     mistakes: the second side sees the first, and the positions are reversed, which a model without positions would
     ignore. A window that only few tokens exceed makes a smaller difference; most configs declare their window.
-    pairs: the longest pairs, because a window has an effect in long rows only
+    pairs: the longest pairs, because a window has an effect in long rows only. tokens: the most that any side has
     """
-    if not model.joins or not has_argument(model.backbone, "position_ids") or not attends_to_all(model.backbone.config):
+    backbone = model.backbone
+    if not (model.joins and has_argument(backbone, "position_ids") and attends_to_all(backbone.config, tokens)):
         return False
     rows, expected = pairs.joined(), score_separately(model, pairs).scores
     mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]

@@ -5,9 +5,11 @@ what has moved. Seen in transformers 5.17 to 5.24.
 """
 
 import inspect
+import math
 from typing import Any
 
 from transformers import Cache, DynamicCache, DynamicLayer, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 Model = PreTrainedModel | type[PreTrainedModel]
 CACHE_ARGUMENTS = ("cache", "past_key_values")
@@ -47,10 +49,18 @@ def class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel] | Non
     return auto._model_mapping.get(type(config), None)
 
 
-def attends_to_all(config: PretrainedConfig) -> bool:
-    """Whether every layer attends to all tokens: no sliding window, no recurrent state."""
+def attends_to_all(config: PretrainedConfig, tokens: float) -> bool:
+    """Whether every layer attends to all tokens of a row of so many: no recurrent state, and no window or chunk that is
+    shorter."""
     windowed = getattr(config, "window_size", None) is not None  # GPT-Neo: its cache has all tokens
-    return not windowed and all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+    return not windowed and all(tokens <= _reach(layer) for layer in DynamicCache(config=config).layers)
+
+
+def _reach(layer: object) -> float:
+    """The tokens to which a layer with this cache attends."""
+    if type(layer) is DynamicSlidingWindowLayer:
+        return float(layer.sliding_window)
+    return math.inf if type(layer) is DynamicLayer else 0.0
 
 
 def attention_options(config: PretrainedConfig) -> dict[str, str]:

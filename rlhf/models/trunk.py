@@ -22,7 +22,7 @@ class Trunk:
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self.lm = lm.requires_grad_(False)
-        if packing.packs(lm):  # scalar models call the model without its head
+        if packing.packs(lm, 1):  # scalar models call the model without its head
             packing.detect_support(self.backbone, unsharded=True)
         self._layers: list[Any] = []
         self.active = ""

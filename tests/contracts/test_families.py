@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf import adapters, generation
+from rlhf import adapters, cpu, generation
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
@@ -78,7 +78,7 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(path), ROWS)
     with torch.no_grad():
         assert (Policy(lm)(ROWS)[0] - expected).abs().max() < 1e-5
-    assert packing.packs(lm) == table()[family]["packs"]
+    assert packing.packs(lm, 20) == table()[family]["packs"]
     # Step 1, and what the next stage and transformers load.
     adapters.wrap(lm, OPTIONS.adapter)
     count = ROWS.loss_mask.sum()
@@ -109,6 +109,27 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
         old = model(rollout.sequences)[0][:, -rollout.mask.shape[1] :]
     assert ((old - rollout.sampled_logprobs) * rollout.mask).abs().max() < 1e-5
     assert policy.step([rollout], lambda each: (-(policy(each.sequences)[0].sum()) / 18, {}))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("window", [19, 20])
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "gemma3_text", "mistral"])
+def test_rows_are_packed_if_no_window_cuts_them(family: str, window: int) -> None:
+    """A rollout with rows of up to 20 tokens, sampled and scored; transformers computes one row at a time."""
+    assert cells()[family][1] == "up to the window"
+    config = families.ALL[family] | {"sliding_window": window}
+    lm, plain = tiny.causal_lm(family, **config), tiny.causal_lm(family, **config)
+    cpu.install(lm)
+    packing.detect_support(lm, unsharded=True)
+    assert packing.packs(lm, window) and not packing.packs(lm, window + 1)
+    backend = generation.open_backend("loop", eos_token_id=-1, pad_token_id=tiny.PAD)
+    uniforms = torch.rand(4, 11, generator=torch.Generator().manual_seed(1))
+    rollout = backend(lm, tiny.prompts([4, 9, 6, 9]), SamplingOptions(response_length=11), uniforms)
+    with torch.no_grad():
+        logprobs = Policy(lm)(rollout.sequences).logprobs
+    expected = plain_logprobs(plain, rollout.sequences)
+    assert packing.packs_rows(lm, rollout.sequences) == (window == 20)
+    assert (logprobs - expected).abs().max() < 1e-5
+    assert (rollout.sampled_logprobs - expected[:, 9:]).abs().max() < 1e-5
 
 
 SHARED_QUICK = {"gpt_oss", "bloom"}
@@ -144,18 +165,23 @@ def test_a_recurrent_model_is_refused_in_one_line(family: str, tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
-def table() -> dict[str, dict[str, bool]]:
-    """The table of docs/models.md: by model type, what is marked."""
+def cells() -> dict[str, tuple[str, ...]]:
+    """The table of docs/models.md: by model type, whether it trains, packs, compiles, and shares a trunk."""
     text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\w+) \| ([\w. ]+) \| (\w+) \| (\w+) \|$", text, re.MULTILINE)
+    return {name: row for name, *row in rows}
+
+
+def table() -> dict[str, dict[str, bool]]:
+    """By model type, what is marked in that table; `packs` for rows that are longer than a window."""
     return {
         name: {"trains": trains == "yes", "packs": marked(packs), "shares": shares == "yes"}
-        for name, trains, packs, _, shares in rows
+        for name, (trains, packs, _, shares) in cells().items()
     }
 
 
 def marked(cell: str) -> bool:
-    """Of "yes", "no" and "from transformers 5.24"."""
+    """Of "yes", "no", "up to the window" and "from transformers 5.24"."""
     since = cell.removeprefix("from transformers ")
     return cell == "yes" or (since != cell and Version(transformers.__version__) >= Version(since))
 

@@ -191,7 +191,9 @@ def test_pairs_are_near_in_both_sides() -> None:
 
 def test_padding_by_hand() -> None:
     batch = sft_batch([Demonstration((1, 5, 6, 2), ((2, 4),)), Demonstration((1, 2), ((1, 2),))], PAD)
-    assert padding_share([batch]) == 1 - 6 / 8
+    assert padding_share([batch], lambda _: False) == 1 - 6 / 8
+    packed = iter([True, False])
+    assert padding_share([batch, batch], lambda _: next(packed)) == 1 - 12 / 14
 
 
 @pytest.mark.parametrize("more", [{}, {"batch_tokens": 3000}], ids=["rows", "tokens"])

@@ -25,7 +25,7 @@ EQUAL, UNEQUAL = [1.0] * 19, [n % 4 / 2 + 0.25 for n in range(19)]
 class Model:
     """A policy for which the log-prob of a token is minus its id; it adds up the losses of a step."""
 
-    module = SimpleNamespace(packs=True)
+    module = SimpleNamespace(lm=None)
 
     def __call__(self, rows: Sequences) -> TokenOutput:
         return TokenOutput(-rows.ids.float() * rows.loss_mask)

@@ -12,6 +12,7 @@ from data.dataset import Recipe
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.errors import UserError
+from rlhf.models.packing import packs
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
@@ -99,7 +100,8 @@ def test_one_device_packs_the_rows_of_steps_1_and_2(tmp_path: Path) -> None:
     for _, stage, config in each_stage(tmp_path)[:2]:
         tokenizer, data = stage.check(config)
         with tiny.one_rank():
-            assert stage.load(config, "demo-llama", tokenizer, data, 1).engine.module.packs
+            module = stage.load(config, "demo-llama", tokenizer, data, 1).engine.module
+            assert packs(getattr(module, "lm", None) or module.backbone, 1)
 
 
 def test_a_backend_of_ones_own_checks_the_actors_options_and_those_of_sampling(tmp_path: Path) -> None:

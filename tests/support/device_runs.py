@@ -38,7 +38,7 @@ def packed(model: Any) -> Any:
     """The model with support for packed rows, as it is loaded."""
     attention.install(model)
     packing.detect_support(model, unsharded=True)
-    assert packing.packs(model)
+    assert packing.packs(model, 20)
     return model
 
 

@@ -153,7 +153,7 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(
     exact = scores_and_gradient(copy.deepcopy(lm).double(), rows)
     attention.install(lm)
     packing.detect_support(lm, unsharded=True)
-    assert packing.packs(lm)
+    assert packing.packs(lm, 20)
     compiling.compile_layers(lm)
     compiling.round_like_eager()
     errors = []

@@ -44,7 +44,7 @@ def model(family: str = "llama", eos: float = -2.0, **changes: Any) -> PreTraine
     head.bias = torch.nn.Parameter(torch.zeros(tiny.VOCAB).index_fill(0, torch.tensor([tiny.EOS]), eos))
     attention.install(lm)
     packing.detect_support(lm, unsharded=True)
-    assert packing.packs(lm)
+    assert packing.packs(lm, 20)
     return lm
 
 

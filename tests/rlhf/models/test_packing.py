@@ -63,7 +63,7 @@ def require_near(lm: nn.Module, ask: nn.Module, dtype: torch.dtype, *inputs: obj
 def test_log_probs_and_their_gradients(family: str, dtype: torch.dtype) -> None:
     lm = ready(tiny.causal_lm(family), dtype)
     require_near(lm, Policy(lm), dtype, rows())  # type: ignore[arg-type]
-    assert packing.packs(lm) == (family in TAKE)
+    assert packing.packs(lm, 20) == (family in TAKE)
 
 
 @families
@@ -116,7 +116,7 @@ def test_a_model_that_mixes_neighbours_is_found_out() -> None:
     layer.up_proj = mixing
     ready(lm, torch.float32)
     packing.detect_support(lm, unsharded=True)
-    assert not packing.packs(lm)
+    assert not packing.packs(lm, 20)
 
 
 def test_a_model_that_raises_for_packed_rows_is_padded() -> None:
@@ -127,7 +127,7 @@ def test_a_model_that_raises_for_packed_rows_is_padded() -> None:
     lm = tiny.causal_lm()
     lm.get_submodule("model.layers.0.mlp").register_forward_pre_hook(refuse)
     packing.detect_support(ready(lm, torch.float32), unsharded=True)  # type: ignore[arg-type]
-    assert not packing.packs(lm)
+    assert not packing.packs(lm, 20)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -159,4 +159,4 @@ def test_a_model_that_is_read_is_tried(tmp_path: Path) -> None:
     for family in ("llama", "gemma2"):
         tiny.causal_lm(family).save_pretrained(tmp_path / family)
         lm = load_causal_lm(str(tmp_path / family), torch.float32, tiny.VOCAB)
-        assert packing.packs(lm) == (family in TAKE)
+        assert packing.packs(lm, 20) == (family in TAKE)

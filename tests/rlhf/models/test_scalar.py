@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf import cpu
 from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths.losses import pairwise_logistic
+from rlhf.models import packing
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading
 from rlhf.models.scalar import (
@@ -45,8 +47,8 @@ GRADIENT = 2 * tiny.ORDERS
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 
 
-def scalar_model(family: str) -> ScalarModel:
-    model = tiny.backbone(family)
+def scalar_model(family: str, **changes: Any) -> ScalarModel:
+    model = tiny.backbone(family, **changes)
     width = tiny.FAMILIES[family].get("word_embed_proj_dim", tiny.WIDTH)
     return ScalarModel(model, ScoreHead(torch.randn(1, width, generator=torch.Generator().manual_seed(0)))).eval()
 
@@ -296,7 +298,7 @@ def right_padded(rows: list[Tensor]) -> Sequences:
 def test_pairs_in_one_row_have_the_scores_and_gradients_of_two(family: str) -> None:
     """Or the model is one that is known not to keep the sides apart: no positions, a window shorter than the rows."""
     model, rows = scalar_model(family), pairs()
-    able = can_join(model, rows)
+    able = can_join(model, rows, int(rows.lengths.max()))
     assert able == (family not in ("bloom", "gpt_neo", "mistral", "gemma2"))
     if not able:
         return
@@ -320,9 +322,24 @@ def test_a_model_whose_second_side_sees_the_first_takes_no_pairs_in_one_row(
         joined = isinstance(rows, JoinedPairs)
         return forward(self, replace(rows, branch=torch.zeros_like(rows.branch)) if joined else rows)
 
-    assert can_join(model, pairs())
+    assert can_join(model, pairs(), 64)
     monkeypatch.setattr(ScalarModel, "forward", seeing)
-    assert not can_join(model, pairs())
+    assert not can_join(model, pairs(), 64)
+
+
+def test_a_window_as_long_as_the_longest_side_cuts_no_pair_in_one_row() -> None:
+    rows = pairs()
+    longest = int(rows.lengths.max())
+    model = scalar_model("mistral", sliding_window=longest)
+    cpu.install(model.backbone)
+    packing.detect_support(model.backbone, unsharded=True)
+    joined = rows.joined()
+    assert joined.lengths.tolist() == rows.lengths.tolist() and joined.mask.sum(1).max() > longest
+    assert can_join(model, rows, longest) and packing.packs_rows(model.backbone, joined)
+    with torch.no_grad():
+        gap = score_joined(model, rows).scores - score_separately(model, rows).scores
+    assert float(gap.abs().max()) < SCORE
+    assert not can_join(model, rows, longest + 1)
 
 
 def test_what_pairs_begin_with_stands_once() -> None:
