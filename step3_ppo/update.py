@@ -163,7 +163,8 @@ def update(
     steps = skipped = 0
     lengths = credited.rollout.sequences.lengths
     for minibatch in _minibatches(len(credited), config, generator):
-        step_losses = StepLosses(trained, config, credited.rollout.mask[minibatch].sum().double())
+        step = replace(trained, iteration=replace(trained.iteration, step_responses=len(minibatch)))
+        step_losses = StepLosses(step, config, credited.rollout.mask[minibatch].sum().double())
         rows = deal(minibatch, lengths)
         groups = [rows[group] for group in length_groups(lengths[rows], config.micro_batch_size)]
         micros = [credited[group].trimmed() for group in groups]

@@ -10,7 +10,7 @@ from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss, response_weights
+from step3_ppo.algorithms._clipping import Clipped, ClippedConfig, response_weights
 from step3_ppo.kl import KLOptions
 
 
@@ -34,11 +34,10 @@ class Config(KLOptions, ClippedConfig):
         return 1.0 if self.scale_rewards else deviation
 
 
-class GRPO:
+class GRPO(Clipped):
     """Credit is the score minus its group's mean, on every token of the response."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
@@ -54,12 +53,12 @@ class GRPO:
         c, mask = self.config, rollout.mask
         if c.importance_sampling_level == "sequence":
             of_responses = losses.response_logprobs(logprobs, rollout.logprobs, mask)
-            loss, metrics = clipped_loss(of_responses, rollout, credit, count, c)
+            loss, metrics = super().policy_loss(of_responses, rollout, credit, count, iteration)
             approx_kl = losses.kl_penalty(rollout.logprobs, logprobs.detach(), mask, "k3", count)
             metrics["approx_kl"] = approx_kl  # of tokens, as that of every algorithm
         else:
-            loss, metrics = clipped_loss(logprobs, rollout, credit, count, c)
-        weights = response_weights(mask, count, c)
+            loss, metrics = super().policy_loss(logprobs, rollout, credit, count, iteration)
+        weights = response_weights(mask, count, c, iteration)
         kl = losses.kl_penalty(logprobs, rollout.ref_logprobs, mask, c.kl_estimator, count, weights)
         return loss + iteration.kl_coef * kl, {**metrics, "kl_loss": kl.detach()}
 

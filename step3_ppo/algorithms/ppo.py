@@ -8,7 +8,7 @@ from torch import Tensor
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
 from step3_ppo.algorithms._credit import GAEConfig, gae_credit
 
 
@@ -19,21 +19,14 @@ class Config(GAEConfig, ClippedConfig):
     """the value counts within +- cliprange_value of the old one"""
 
 
-class PPO:
+class PPO(Clipped):
     """Credit by GAE over KL-penalised rewards; clipped losses for actor and critic."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages and returns of a scored rollout, whitened over all ranks."""
         return gae_credit(rollout, self.config, iteration)
-
-    def policy_loss(
-        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
-    ) -> losses.Loss:
-        """The actor's loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config)
 
     def value_loss(
         self, values: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration

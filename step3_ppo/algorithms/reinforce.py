@@ -2,13 +2,11 @@
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from rlhf.maths import credit as crediting
-from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
 from step3_ppo.algorithms._credit import rewards_of, whitened
 from step3_ppo.kl import KLOptions
 
@@ -20,23 +18,16 @@ class Config(KLOptions, ClippedConfig):
     """discount per token"""
 
 
-class Reinforce:
+class Reinforce(Clipped):
     """Credit is the return from each token on, whitened over all tokens of the iteration on all ranks."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """return_t = reward_t + gamma * return_{t+1}; advantages are whitened returns. [B, T]"""
         rewards = rewards_of(rollout, iteration.kl_coef)
         returns, _ = crediting.gae(rewards, torch.zeros_like(rewards), rollout.mask, self.config.gamma, lam=1.0)
         return Credit(whitened(returns, rollout.mask), returns)
-
-    def policy_loss(
-        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
-    ) -> losses.Loss:
-        """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config)
 
 
 def build(config: Config) -> Reinforce:

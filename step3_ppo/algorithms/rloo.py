@@ -1,13 +1,11 @@
 """RLOO: the other responses to a prompt are the baseline (arXiv 2402.14740)."""
 
 from pydantic import Field
-from torch import Tensor
 
 from rlhf.maths import credit as crediting
-from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import ClippedConfig, clipped_loss
+from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
 from step3_ppo.algorithms._credit import rewards_of, whitened
 from step3_ppo.kl import KLOptions
 
@@ -21,11 +19,10 @@ class Config(KLOptions, ClippedConfig):
     """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
 
 
-class RLOO:
+class RLOO(Clipped):
     """Credit is the response's reward, score and KL together, minus the mean of the others'."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    config: Config
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """R_i = sum_t reward_t; every token's advantage is R_i - mean_{j != i} R_j. [B, T]"""
@@ -34,12 +31,6 @@ class RLOO:
         returns = crediting.on_every_token(totals, rollout.mask)
         advantages = crediting.on_every_token(crediting.leave_one_out(totals, c.num_generations), rollout.mask)
         return Credit(whitened(advantages, rollout.mask) if c.whiten_advantages else advantages, returns)
-
-    def policy_loss(
-        self, logprobs: Tensor, rollout: ScoredRollout, credit: Credit, count: Tensor, iteration: Iteration
-    ) -> losses.Loss:
-        """The actor's clipped loss on (part of) a rollout; logprobs [B, T], count = tokens of the optimizer step."""
-        return clipped_loss(logprobs, rollout, credit, count, self.config)
 
 
 def build(config: Config) -> RLOO:

@@ -152,16 +152,16 @@ def test_policy_loss(name: str) -> None:
 @pytest.mark.parametrize("name", ["ppo", "reinforce", "rloo", "grpo"])
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
 def test_how_tokens_and_responses_weigh(name: str, aggregation: str) -> None:
-    """A step of 4 responses (8 in 2 minibatches) of at most 10 tokens; an empty response adds 0. `count` cancels."""
+    """A step of 4 responses of at most 10 tokens; an empty response adds 0. `count` cancels."""
     r = rollout(lengths=torch.tensor([6, 1, 3, 5, 2, 6, 0, 1]))
     player, (logprobs, _) = algorithm(name, loss_aggregation=aggregation), moved(r)
-    credit, total = player.credit(r, LATER), 0.0
+    credit, total, step = player.credit(r, LATER), 0.0, replace(LATER, step_responses=4)
     columns = (table(x, r.mask) for x in (logprobs, r.logprobs, r.ref_logprobs, credit.advantages))
     for response in zip(*columns, strict=True):
         tokens = [policy_loss_of_a_token(name, *token) for token in zip(*response, strict=True)]
         total += sum(tokens) / (10 if aggregation == "constant" else max(1, len(tokens)))
     for count in (24, 100):
-        loss, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double(), LATER)
+        loss, _ = player.policy_loss(logprobs, r, credit, torch.tensor(count).double(), step)
         assert loss.item() == pytest.approx(total / 4, abs=1e-5)
 
 
@@ -187,9 +187,9 @@ def test_a_response_has_one_ratio() -> None:
     r = rollout()[torch.tensor([4, 1])].trimmed()
     logprobs = (r.logprobs + torch.tensor([[0.3, -0.1], [-0.3, 9.0]])).requires_grad_()
     options = {"importance_sampling_level": "sequence", "loss_aggregation": "sequence", "cliprange": 0.2}
-    player = algorithm("grpo", **options, batch_size=8, num_mini_batches=4)
+    player = algorithm("grpo", **options)
     advantages = torch.tensor([[1.0, 1.0], [-1.0, 0.0]])
-    without_kl = replace(LATER, kl_coef=0.0)
+    without_kl = replace(LATER, kl_coef=0.0, step_responses=2)
     loss, metrics = player.policy_loss(logprobs, r, Credit(advantages, advantages), torch.tensor(3.0), without_kl)
     assert loss.item() == pytest.approx((-math.exp(0.1) + 0.8) / 2, abs=1e-6)
     (gradient,) = torch.autograd.grad(loss, logprobs)

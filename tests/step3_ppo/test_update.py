@@ -156,6 +156,15 @@ class Watcher:
         return share + 0.0 * values.sum(), {}
 
 
+def test_responses_that_weigh_alike_are_those_that_were_selected() -> None:
+    """At ratio 1 the loss of tokens of one response is minus its advantage: of three of eight, minus their mean."""
+    game = players("grpo", loss_aggregation="sequence", kl_coef=0.0, num_ppo_epochs=1, num_mini_batches=1)
+    rollout, rows = game.score(game.sample(twice_each())), torch.tensor([1, 4, 6])
+    advantages = torch.randn(8, 1, generator=torch.Generator().manual_seed(3)) * rollout.mask
+    metrics = game.update(rollout[rows], Credit(advantages, advantages)[rows])
+    assert metrics["policy_loss"] == pytest.approx(-advantages[rows, 0].mean().item(), abs=1e-6)
+
+
 def numbered(rollout: ScoredRollout) -> CreditedRollout:
     """Scores 0 to 7, and credit that starts with the row's number."""
     numbers = torch.arange(8.0)

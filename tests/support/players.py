@@ -66,8 +66,8 @@ def count_of_words(samples: Samples) -> Tensor:
 
 
 def first(algorithm: Any) -> Iteration:
-    """The first iteration, with the KL coefficient of the algorithm's options."""
-    return Iteration(0, [], getattr(getattr(algorithm, "config", None), "kl_coef", 0.0))
+    """The first iteration, with the KL coefficient of the algorithm's options, for a loss on a step of 8 responses."""
+    return Iteration(0, [], getattr(getattr(algorithm, "config", None), "kl_coef", 0.0), step_responses=8)
 
 
 @dataclass(frozen=True)
