@@ -227,13 +227,16 @@ def run(config: Step3Config) -> None:
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
         stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
         show_samples(held_out.before, held_out.after, config.sample_rows)
-        if best is not None and not best.step:  # no evaluation, or no policy within the budget of the KL
-            del copies["best"]
+        metrics = held_out.results()
+        if best is not None and best.step:
+            metrics["eval_best_step"] = float(best.step)
+        else:  # no evaluation, or no policy within the budget of the KL
+            copies.pop("best", None)
         exports: dict[str, Callable[[Path], None]] = {"actor": save_actor}
         if learner.critic is not None:
             exports["critic"] = partial(save_scalar, learner.critic, adapter, tokenizer)
         exports |= {folder: partial(save_actor, weights=copy) for folder, copy in copies.items()}
-        stage.finish(exports, held_out.results(), learner.state_dict())
+        stage.finish(exports, metrics, learner.state_dict())
         stage.recorder.verdict(stage.step, partial(stage_verdict, stage.directory, STAGE))
 
 

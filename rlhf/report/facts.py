@@ -47,6 +47,8 @@ def stage_facts(stage: StageRecord) -> list[Fact]:
         facts.append((name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
     if manifest.get("models"):
         facts.append(("wrote", ", ".join(f"{stage.directory.name}/{folder}" for folder in manifest["models"])))
+    if best := manifest.get("metrics", {}).get("eval_best_step"):
+        facts.append(("best evaluation", f"after step {best:,.0f}"))
     return facts
 
 

@@ -100,7 +100,8 @@ class Reinforcement:
         networks |= {"actor": self.actor.network}
         networks |= {"critic": self.critic.network} if self.has_critic and not self.shared else {}
         networks |= {"ema": self.average} if o["ema_decay"] is not None else {}
-        self.comparison.end(compared(before, after), networks, best_at)
+        at_end = {"eval_best_step": best_at[-1] + 1.0} if best_at else {}
+        self.comparison.end(compared(before, after) | at_end, networks, best_at)
 
     def prompt_batches(self) -> Iterator[list[int]]:
         """The prompts of each iteration, each num_generations times in a row."""

@@ -339,6 +339,7 @@ def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Pa
         AutoModelForCausalLM.from_pretrained(tmp_path / "step3_ppo" / name).state_dict() for name in ("best", "actor")
     )
     assert (distance(best, actor) == 0) == (scores[3] > scores[2])
+    assert final["eval_best_step"] == (3 if scores[3] > scores[2] else 2)
 
 
 def test_a_judge_without_a_number_at_the_end_does_not_lose_the_run(

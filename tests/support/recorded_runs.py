@@ -43,6 +43,7 @@ def finish(directory: Path, **manifest: Any) -> None:
         "versions": versions,
         "inputs": {"model": {"path": str(directory.resolve().parent / "step0/model"), "manifest_sha256": None}},
         "models": ["model"],
+        "metrics": {"eval_best_step": 40.0},
     }
     (directory / "manifest.json").write_text(json.dumps(content | manifest))
 

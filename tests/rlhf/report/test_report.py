@@ -110,6 +110,7 @@ def test_the_numbers_of_the_page_are_those_of_the_files(tmp_path: Path) -> None:
         "70 of 100 rows to train on",
         "1.5 GB of one process",
         "step1_sft/model",
+        "after step 40",
     ):
         assert text in page.text, text
     assert "step0/model" in page.text and "/step0/model" not in page.text  # of the same run
