@@ -50,6 +50,7 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
         ),
         (CHAIN, "--sft.cutoff-len", "here --sft.max-length; prompt and response, in tokens"),
         (CHAIN, "--lr", "here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"),
+        (CHAIN, "--ppo.safety_threshold", "remove it: docs/rewards.md has the rule as a file"),
         (RewardConfig, "--centering", "here --objective; for example pairwise,centering=0.01"),
         (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
         (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-target makes it adaptive"),
