@@ -67,6 +67,8 @@ def match_shape(
     The error is that no shape fits, that several fit, or that a prompt has only one side of a pair beside it.
     """
     available = frozenset(columns)
+    if name is None and not mapped and available.issuperset(("message_tree_id", "tree_state")):
+        return f"got the columns {column_names(columns)}, those of OpenAssistant's trees; write oasst1:PATH"
     shapes = [shape for shape in SHAPES if name in (None, shape.name) and available.issuperset(shape.columns)]
     shapes = [shape for shape in shapes if mapped <= {*shape.columns, *shape.optional}]
     shapes = [shape for shape in shapes if shape.responses == max(other.responses for other in shapes)]
