@@ -47,15 +47,16 @@ def score_pairs(
     return torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
 
 
-def evaluate(scored: Tensor, count: int, learning_rate: float) -> Metrics:
-    """Accuracy, loss and scores of held-out pairs, as of `score_pairs`. Each of the `count` ranked lists is one pair.
+def evaluate(scored: Tensor, learning_rate: float) -> Metrics:
+    """Accuracy, loss and scores of held-out pairs, as of `score_pairs`: means by their weights.
 
     Raises: NonFiniteError if a score is not finite.
     """
     pairs, (chosen, rejected, weight, length_gap) = scored[:, :2], scored.unbind(1)
     require_finite(pairs, learning_rate)
-    loss = losses.pairwise_logistic(chosen, rejected, count=float(count), weight=weight)
-    metrics = losses.pair_metrics(chosen, rejected, float(count), weight)
+    share = weight / weight.sum()
+    loss = losses.pairwise_logistic(chosen, rejected, count=1.0, weight=share)
+    metrics = losses.pair_metrics(chosen, rejected, 1.0, share)
     console.say(score_histogram(pairs))
     return {
         "eval_accuracy": metrics["accuracy"].item(),

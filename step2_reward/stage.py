@@ -187,7 +187,7 @@ class RewardModelling:
         pad_id = self._tokenizer.pad_token_id
         pairs, rows = self._data.evaluation, self._config.eval_rows
         scored = score_pairs(self.engine, pairs, rows, pad_id, self._pair_scores)
-        metrics = evaluate(scored, pairs.batch_elements, self._config.learning_rate)
+        metrics = evaluate(scored, self._config.learning_rate)
         if collectives.is_main():  # for the report
             file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
             columns = zip(("chosen", "rejected", "weight"), scored[:, :3].T.tolist(), strict=True)

@@ -249,7 +249,7 @@ def _reward_model(run: Recount) -> Iterator[Claim]:
     m, pairs = run.metrics, data.evaluation
     both = torch.stack([scores(model, [getattr(x, side) for x in pairs]) for side in ("chosen", "rejected")])
     gap, bound = both[0] - both[1], largest_error(rounding * both.square().mean().sqrt().item(), both.numel())
-    weight = torch.from_numpy(pairs.weights).double() / pairs.batch_elements
+    weight = torch.from_numpy(pairs.weights / pairs.weights.sum()).double()
     near = float(weight[gap.abs() <= 2 * bound].sum())  # rounding can change the order of these pairs
     yield Claim("eval_accuracy", m["eval_accuracy"], float((weight * in_order(gap)).sum()), near + len(gap) * EPS)
     yield Claim("eval_loss", m["eval_loss"], float((weight * softplus(-gap)).sum()), 2 * bound)

@@ -1,6 +1,7 @@
 """K ranked responses are one element of the reward model's batch: equation 1 of InstructGPT (arXiv 2203.02155)."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhf.engine.training import Engine
 from rlhf.models.scalar import score_joined, score_separately
 from rlhf.supervised.runner import batches_for
 from rlhf.types import Metrics, Pairs
+from step2_reward import heldout
 from step2_reward.stage import scoring
 from tests.support import reward_runs, tiny
 from tests.support.reward_runs import CENTERING, comparisons, records, scores_of
@@ -40,6 +42,16 @@ def calibration_error(sides: Tensor) -> float:
         inside = (predicted >= 0.5 + low / 12) & (predicted < 0.5 + (low + 1) / 12)
         error += abs((gaps[inside] > 0).sum().item() - predicted[inside].sum().item())
     return error / len(gaps)
+
+
+def test_held_out_pairs_count_by_their_weights() -> None:
+    """Weights 3, 1 and 1/2, or a tenth of these, of gaps 1, -2 and 0. Columns: chosen, rejected, weight, length."""
+    scored = torch.tensor([[2.0, 1.0, 3.0, 1.0], [0.0, 2.0, 1.0, 1.0], [1.0, 1.0, 0.5, -1.0]])
+    loss = 3 * math.log1p(math.exp(-1)) + math.log1p(math.exp(2)) + 0.5 * math.log(2)
+    expected = {"eval_accuracy": 3.25 / 4.5, "eval_loss": loss / 4.5, "eval_margin": 1 / 4.5}
+    for scale in (1.0, 0.1):
+        metrics = heldout.evaluate(scored * torch.tensor([1.0, 1.0, scale, 1.0]), 0.1)
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("pair_scores", "micro"), [(score_separately, 3), (score_joined, 40)], ids=["apart", "joined"])
@@ -155,6 +167,7 @@ def test_pairs_are_in_one_row_where_the_model_can_and_that_saves_tokens(
 
 SOURCE = """
 import json
+import math
 from rlhf.config import Config
 from rlhf.types import Message, Row
 class Mine:

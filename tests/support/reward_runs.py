@@ -94,7 +94,7 @@ def run(folder: Path, pair_scores: Any = stage.score_separately, **options: Any)
     batches = batches_for(dataset, config, (collectives.dp_rank(), collectives.dp_size()))
     reward = Engine(scalar_model(), config, batches.steps(config.num_train_epochs))
     scored = heldout.score_pairs(reward, dataset, config.eval_rows, tiny.PAD, pair_scores)
-    before = heldout.evaluate(scored, dataset.batch_elements, config.learning_rate)
+    before = heldout.evaluate(scored, config.learning_rate)
     steps = stage.steps_of(dataset, batches, config, tiny.PAD)
     metrics = list(stage.train(reward, objectives.load(config), steps, pair_scores))
     return {"before": before, "metrics": metrics, "weights": {n: w.clone() for n, w in reward.fp32_weights()}}
