@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlhf import adapters, rewards
 from rlhf.chain import export
 from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
+from rlhf.engine.ema import BestWeights
 from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
@@ -229,26 +230,30 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
 
 @pytest.mark.parametrize("folders", [QUANTIZED if INSTALLED else "llama"], indirect=True)
 def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
+    """And saves the best policy, that of the first iteration, whichever of both saves it."""
     options = config(folders, tmp_path)
-
-    def state(learner: Learner) -> Any:
-        return stage.resumable(learner, {}, {})
-
     whole = step3_models.set_up(options, tiny.tokenizer(), None)
-    run = iterations(whole, options)
+    run, best = iterations(whole, options), BestWeights(whole.actor)
     next(run)
-    assert checkpoints.save(tmp_path, 1, state(whole), ABOUT, 2) is None
+    best.update()
+    kept = weights(whole.actor)
+    assert checkpoints.save(tmp_path, 1, stage.resumable(whole, {"best": best}, {}), ABOUT, 2) is None
     expected = list(run)
     resumed = step3_models.set_up(options, tiny.tokenizer(), None)
     newest = checkpoints.newest(tmp_path)
     assert newest is not None
-    newest.restore(state(resumed), seed=0)
+    again = BestWeights(resumed.actor)
+    newest.restore(stage.resumable(resumed, {"best": again}, {}), seed=0)
     assert list(iterations(resumed, options, first=1)) == [
         pytest.approx(each, abs=0, rel=0, nan_ok=True) for each in expected
     ]
     for part in ("actor", "critic"):
         saved = {name for name, _ in newest._tensors(part)}
         assert saved and all("lora" in name or "score" in name for name in saved)
+    for learner, copy in ((whole, best), (resumed, again)):
+        save_policy(learner.actor, AdapterAlone(folders.base), tiny.tokenizer(), tmp_path / "best", copy)
+        saved_best = load_file(tmp_path / "best/adapter_model.safetensors")
+        assert all(torch.equal(saved_best[f"base_model.model.{name[3:]}"], weight) for name, weight in kept.items())
     for one, other in ((whole.actor, resumed.actor), (whole.critic, resumed.critic)):
         assert all(torch.equal(weight, weights(other)[name]) for name, weight in weights(one).items())
 
