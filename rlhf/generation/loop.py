@@ -21,7 +21,7 @@ from rlhf.maths import ops
 from rlhf.models.ends import end_ids
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
-from rlhf.models.traits import attends_to_all, cache_input, has_argument, has_key_value_cache
+from rlhf.models.traits import cache_input, has_argument, has_key_value_cache, reach
 from rlhf.types import Download, Prompts, SampledRollout, to_device, token_groups
 
 UNFINISHED_SHARE = 0.75
@@ -131,7 +131,7 @@ class _Rollout:
     def columns(self) -> Generator[int, None, None]:
         """Sample into the columns of the table. Yields each of them."""
         lm, table, memory, unfinished = self._lm, self.table, self._memory, _Unfinished()
-        whole = attends_to_all(lm.config, self._end)  # other caches may not support the removal of rows
+        whole = self._end <= reach(lm.config)  # other caches may not support the removal of rows
         # With a growing cache, layers would be compiled again for every length.
         with contextlib.nullcontext() if self._fixed else cpu.eager():
             if whole:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rlhf import cpu
 from rlhf.maths import ops
 from rlhf.models import variable_length
-from rlhf.models.traits import attends_to_all, has_argument
+from rlhf.models.traits import has_argument, reach
 from rlhf.models.variable_length import Rows
 from rlhf.types import JoinedPairs, Sequences, to_device
 
@@ -26,8 +26,8 @@ SIMILAR = 0.75
 VECTOR = 64
 """bytes of a CPU's vector; if a row of scores is not a multiple of it, softmax takes up to three times as long, and
 torch's attention up to twice"""
-FLAG = "takes_packed_rows"
-"""the attribute of a model with the result of `detect_support`"""
+LONGEST = "longest_packed_row"
+"""the attribute of a model with the result of `detect_support`: the most tokens of a row that it takes packed"""
 States = tuple[Tensor, Tensor]
 """keys and values of N tokens in one layer, [N, heads, d] each"""
 
@@ -202,8 +202,8 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, object]:
 
 def packs(model: PreTrainedModel, tokens: int) -> bool:
     """Whether a model supports packed rows of up to so many tokens, according to `detect_support`, and still has our
-    attention, which knows no window: so no row may be longer than the model's."""
-    return getattr(model, FLAG, False) and cpu.installed(model) and attends_to_all(model.config, tokens)
+    attention, which knows no window."""
+    return tokens <= getattr(model, LONGEST, 0) and cpu.installed(model)
 
 
 def packs_rows(model: PreTrainedModel, rows: Sequences | JoinedPairs) -> bool:
@@ -218,10 +218,16 @@ def detect_support(model: PreTrainedModel, unsharded: bool) -> None:
     A model whose weights are whole (`unsharded`) is run: packed rows must be much nearer to padded rows (a hundredth in
     fp32, half in bf16, whose rounding has no bound that holds for every model) than a single row of all tokens is.
     """
-    setattr(model, FLAG, _suited(model))
+    setattr(model, LONGEST, reach(model.config) if _suited(model) else 0)
+    if unsharded and not _agrees(model):
+        setattr(model, LONGEST, 0)
+
+
+def _agrees(model: PreTrainedModel) -> bool:
+    """Whether packed rows are near enough to padded ones, in a run."""
     lengths = torch.tensor([7, 12, 5, 11])
-    if not unsharded or not packs(model, int(lengths.max())):
-        return
+    if not packs(model, int(lengths.max())):
+        return False
     mask = torch.arange(12) < lengths[:, None]
     vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # an embedding: its weight is a tensor
     ids = torch.randint(vocabulary, mask.shape, generator=torch.Generator().manual_seed(0))
@@ -230,13 +236,12 @@ def detect_support(model: PreTrainedModel, unsharded: bool) -> None:
     try:
         packed, single_row, padded = (model(**inputs, use_cache=False)[0].float() for inputs in inputs_to_compare)
     except (ValueError, RuntimeError, IndexError, TypeError):
-        setattr(model, FLAG, False)
-        return
+        return False
     share = 1e-2 if model.dtype == torch.float32 else 0.5
-    setattr(model, FLAG, bool((packed[0] - padded[mask]).norm() < share * (single_row[0] - padded[mask]).norm()))
+    return bool((packed[0] - padded[mask]).norm() < share * (single_row[0] - padded[mask]).norm())
 
 
 def _suited(model: PreTrainedModel) -> bool:
     # Latent attention has a compressed cache, for which `cache_states` would be wrong.
     unsuitable = getattr(model.config, "alibi", False) or getattr(model.config, "kv_lora_rank", None)
-    return has_argument(model, "position_ids") and attends_to_all(model.config, 1) and not unsuitable
+    return has_argument(model, "position_ids") and not unsuitable

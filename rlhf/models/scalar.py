@@ -17,7 +17,7 @@ from rlhf.models import packing
 from rlhf.models.adapter_files import HEAD_IN_FILE
 from rlhf.models.head import ScoreHead
 from rlhf.models.load import WHOLE, Loading, explain_load_errors, load_backbone, load_config
-from rlhf.models.traits import attends_to_all, has_argument
+from rlhf.models.traits import has_argument, reach
 from rlhf.text.tokenizer import require_hub
 from rlhf.types import JoinedPairs, Pairs, Sequences, length_groups, to_device
 
@@ -115,7 +115,7 @@ def can_join(model: ScalarModel, pairs: Pairs, tokens: int) -> bool:
     pairs: the longest pairs, because a window has an effect in long rows only. tokens: the most that any side has
     """
     backbone = model.backbone
-    if not (model.joins and has_argument(backbone, "position_ids") and attends_to_all(backbone.config, tokens)):
+    if not (model.joins and has_argument(backbone, "position_ids") and tokens <= reach(backbone.config)):
         return False
     rows, expected = pairs.joined(), score_separately(model, pairs).scores
     mistakes = [replace(rows, branch=torch.zeros_like(rows.branch)), replace(rows, positions=rows.positions.flip(1))]

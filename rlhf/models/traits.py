@@ -49,18 +49,18 @@ def class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel] | Non
     return auto._model_mapping.get(type(config), None)
 
 
-def attends_to_all(config: PretrainedConfig, tokens: float) -> bool:
-    """Whether every layer attends to all tokens of a row of so many: no recurrent state, and no window or chunk that is
-    shorter."""
-    windowed = getattr(config, "window_size", None) is not None  # GPT-Neo: its cache has all tokens
-    return not windowed and all(tokens <= _reach(layer) for layer in DynamicCache(config=config).layers)
+def reach(config: PretrainedConfig) -> float:
+    """The tokens of the longest row in which every layer attends to all tokens: that of the shortest window or chunk,
+    infinite without any, 0 with a recurrent state."""
+    if getattr(config, "window_size", None) is not None:  # GPT-Neo: its cache has all tokens
+        return 0.0
+    return min(map(_reach_of_layer, DynamicCache(config=config).layers))
 
 
-def _reach(layer: object) -> float:
-    """The tokens to which a layer with this cache attends."""
-    if type(layer) is DynamicSlidingWindowLayer:
-        return float(layer.sliding_window)
-    return math.inf if type(layer) is DynamicLayer else 0.0
+def _reach_of_layer(cache: object) -> float:
+    if type(cache) is DynamicSlidingWindowLayer:
+        return float(cache.sliding_window)
+    return math.inf if type(cache) is DynamicLayer else 0.0
 
 
 def attention_options(config: PretrainedConfig) -> dict[str, str]:

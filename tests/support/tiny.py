@@ -153,7 +153,7 @@ def tokenizer(words: Sequence[str] = tuple(WORDS), reverse: bool = False) -> Pre
 
 def unpacked(model: Any) -> Any:
     """The same model, which reads every row padded."""
-    setattr(getattr(model, "backbone", model), packing.FLAG, False)
+    setattr(getattr(model, "backbone", model), packing.LONGEST, 0)
     return model
 
 
