@@ -11,17 +11,20 @@ from rlhf.errors import UserError
 
 NO_VALUE = ("None", "none", "null")
 """words for an option that is not set, where it may be unset"""
+BOOLEANS = ("true", "false")
+"""words that may follow a flag, as the programs of transformers have it"""
 
 
 def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(dotted name, text or list of texts) of each option among the words.
 
-    `--name VALUE`, `--name=VALUE`, `--flag`, `--no-flag`, and `--list VALUE VALUE` up to the next option. The last of
-    two wins. Words before the first option, or after the value of one that takes a single value, are those of
-    `cls.POSITIONAL`.
-    Raises: UserError for an unknown option, a value that is missing, or one too many.
+    `--name VALUE`, `--name=VALUE`, `--flag`, `--flag true`, `--no-flag`, and `--list VALUE VALUE` up to the next option.
+    The last of two wins. Words before the first option, or after the value of one that takes a single value, are those
+    of `cls.POSITIONAL`.
+    Raises: UserError for unknown options, all in one line, a value that is missing, or one too many.
     """
     known, rest, bare = dict(options(cls)), list(words), []
+    unknown: list[str] = []
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
@@ -31,10 +34,12 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, objec
         name = typed.replace("-", "_")
         positive = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no_")])
         if name not in known and not (positive in known and _is_flag(known[positive].annotation)):
-            names = [*option_names(cls)]
-            dashed = typed.replace("_", "-")
-            cure = foreign_options.answer(dashed, names) or suggest_options(dashed, names)
-            raise UserError(f"no option '--{dashed}'{cure}; see --help")
+            unknown.append(typed.replace("_", "-"))
+            while rest and not rest[0].startswith("--"):
+                del rest[0]
+            continue
+        if name in known and _is_flag(known[name].annotation) and rest and rest[0].lower() in BOOLEANS and not equals:
+            equals, value = "=", rest.pop(0)
         if name not in known or (_is_flag(known[name].annotation) and not equals):
             yield positive, name in known
             continue
@@ -48,7 +53,13 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, objec
         if several and choices(kind):  # 1,2 as 1 2
             texts = [part for text in texts for part in text.split(",")]
         yield name, [_plain(one, kind) for one in texts] if several and texts != ["None"] else _plain(texts[0], kind)
+    if unknown:
+        raise UserError("; ".join(_no_option(name, [*option_names(cls)]) for name in unknown) + "; see --help")
     yield from _positional(cls, bare)
+
+
+def _no_option(name: str, names: Sequence[str]) -> str:
+    return f"no option '--{name}'{foreign_options.answer(name, names) or suggest_options(name, names)}"
 
 
 def _positional(cls: type[Config], bare: list[str]) -> Iterator[tuple[str, object]]:
