@@ -96,7 +96,7 @@ class Learner:
         actor = None if iteration.pretrains_critic else self.actor
         trained = Trained(actor, self.critic, self.algorithm, iteration, self.ptx, self.ema)
         shuffle = torch_stream(MINI_BATCHES, self.config.seed, iteration.number)
-        credited, indices = gather(credited, indices, group)
+        credited, indices = gather(credited, indices, group, self.config.num_mini_batches)
         metrics = update(trained, credited, self.config, shuffle, indices)
         self.clock.lap("update")
         return metrics

@@ -42,19 +42,22 @@ class CreditedRollout(TensorRecord):
         return CreditedRollout(self.rollout.widened(prompt, response), self.credit.widened(response))
 
 
-def gather(credited: CreditedRollout, indices: list[int], group: int) -> tuple[CreditedRollout, list[int]]:
+def gather(
+    credited: CreditedRollout, indices: list[int], group: int, minibatches: int
+) -> tuple[CreditedRollout, list[int]]:
     """The rollout of all ranks with its credit, and the indices of its prompts, in the order of one process.
 
     Prompts are dealt to the ranks one by one (`data.batches.Batches`); `group` neighbouring rows are the responses to
     one prompt. All ranks call this together.
-    Raises: UserError, on every rank, if an algorithm has selected no rows, or not equally many on each.
+    Raises: UserError, on every rank, if an algorithm has not selected equally many rows on each, or too few or too odd a
+    number for every rank to get as many of each of the `minibatches`.
     """
     by_rank, indices_of_ranks = zip(*collectives.gather_replicas((credited, indices)), strict=True)
     counts = [len(part) for part in by_rank]
-    if counts != [max(counts[0], 1)] * len(counts):
+    if len({*counts}) > 1 or counts[0] < minibatches or (len(counts) > 1 and counts[0] % minibatches):
         raise UserError(
             f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
-            "expected as many on every rank, and at least one"
+            f"expected as many on every rank, and at least one, or a multiple, for each of --num-mini-batches {minibatches}"
         )
     if len(by_rank) == 1:
         return credited, indices

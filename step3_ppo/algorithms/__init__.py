@@ -46,8 +46,8 @@ class Algorithm(Protocol):
     """(values [B, T], rollout, credit, count, iteration) -> loss of the critic; there is a critic if there is this
     loss"""
     select: Callable[[ScoredRollout], Tensor] | None = None
-    """(scored rollout) -> the row numbers of this rank that are learned from, as many on every rank and at least one;
-    None: all rows"""
+    """(scored rollout) -> the row numbers of this rank that are learned from, as many on every rank: a multiple of
+    num_mini_batches, or on one rank at least so many; None: all rows"""
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,

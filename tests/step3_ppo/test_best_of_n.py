@@ -218,9 +218,15 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("ranks")
-def test_no_selected_row_is_an_error() -> None:
+@pytest.mark.parametrize(("count", "ranks"), [(0, 1), (2, 1), (0, 2), (2, 2), (4, 2)])
+def test_a_selection_that_leaves_a_rank_without_a_part_of_a_minibatch_is_an_error(
+    count: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     game = players("best_of_n")
     rollout = game.score(game.sample(twice_each()))
     credited = CreditedRollout(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
-    with pytest.raises(UserError, match="the algorithm chose 0 responses on ranks 0 to 0; expected as many"):
-        gather(credited[torch.arange(0)], [], 1)
+    monkeypatch.setattr(collectives, "gather_replicas", lambda part: [part] * ranks)
+    with pytest.raises(UserError, match=f"chose {', '.join([str(count)] * ranks)} responses on .*num-mini-batches 3"):
+        gather(credited[torch.arange(count)], [0] * count, 1, 3)
+    whole, _ = gather(credited[torch.arange(3)], [0] * 3, 1, 3)
+    assert len(whole) == 3 * ranks
