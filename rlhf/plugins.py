@@ -24,6 +24,7 @@ from rlhf import errors
 from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
 from rlhf.errors import UserError
+from rlhf.shipped import PACKAGES
 
 Spec = str | Tree
 Plugin = TypeVar("Plugin")
@@ -102,11 +103,31 @@ def load_file(path: str) -> ModuleType:
         with caught:
             spec.loader.exec_module(module)
         if caught.error is not None:
-            raise UserError(f"{path}: cannot be imported: {error_location(caught.error)}") from caught.error
+            cure = _cure_of_import(file, caught.error)
+            raise UserError(f"{path}: cannot be imported: {error_location(caught.error)}{cure}") from caught.error
     except BaseException:
         del sys.modules[spec.name]
         raise
     return module
+
+
+def _cure_of_import(file: Path, error: BaseException) -> str:
+    """What to do if the user's file imports a module beside it, absolutely or relatively; else an empty string."""
+    name = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    beside = file.parent / name.partition(".")[0]
+    is_relative = name == str(file.with_suffix(""))
+    if name and (is_relative or beside.is_dir() or beside.with_suffix(".py").is_file()):
+        return f"; expected an absolute import, and PYTHONPATH={file.parent} before the command"
+    return ""
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a user's module, `package.module`; None if there is none, or it is the pipeline's own."""
+    spec = None
+    with CatchUserCode():  # the package is imported
+        spec = importlib.util.find_spec(name)
+    has_file = spec is not None and spec.has_location and name.partition(".")[0] not in PACKAGES
+    return Path(str(spec.origin)) if spec is not None and has_file else None
 
 
 def parse_spec(spec: Spec) -> tuple[str, Tree]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf import console
+from rlhf import console, plugins
 from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
@@ -126,12 +126,15 @@ def _require_same_options(directory: Path, finished: bool, changed: Changes, opt
 def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]:
     """A digest of each local file and model of the user that `options` name, by its path, except data and stages.
 
-    Python files and chat templates; models in `inputs` that no stage made; models of score sources (`learned,model=M`),
-    of a stage or not.
+    Python files, those of a `module:function` too, and chat templates; models in `inputs` that no stage made; models of
+    score sources (`learned,model=M`), of a stage or not. What such a file imports is not compared.
     """
-    words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
+    text = json.dumps(options.model_dump(mode="json"), ensure_ascii=False)
+    words = set(re.split(r"[\s\"\[\]{},:=*]+", text))
     template = getattr(options, "chat_template", None)
-    digests, models = {}, {*inputs.values()}
+    modules = re.findall(r"(?<![^\"*=])([A-Za-z_][\w.]*):[A-Za-z_]\w*(?=\")", text)
+    digests = {name: str(manifests.digest(file)["sha256"]) for name in modules if (file := plugins.module_file(name))}
+    models = {*inputs.values()}
     for word in sorted(words - {"", options.output_dir} | models):
         path = Path(word)
         if not path.exists() or (word in models and manifests.stage_of(word) is not None):

@@ -190,6 +190,16 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
     [
         ("def score(:", "SyntaxError: invalid syntax ({name}, line 1)"),
         ("import json\nimport nope_zzz\n", "{path}:2: in <module>: ModuleNotFoundError: No module named 'nope_zzz'"),
+        (
+            "from beside.inner import x\n",
+            "{path}:1: in <module>: ModuleNotFoundError: No module named 'beside'; expected an absolute import, and "
+            "PYTHONPATH={path.parent} before the command",
+        ),
+        (
+            "from .beside import x\n",
+            "{path}:1: in <module>: ModuleNotFoundError: No module named '{path.parent}/reward'; expected an absolute "
+            "import, and PYTHONPATH={path.parent} before the command",
+        ),
         ("def f():\n    return {}['x']\nf()\n", "{path}:2: in f: KeyError: 'x'"),
         ("import sys\nsys.exit(0)\n", "{path}:2: in <module>: SystemExit: 0"),
     ],
@@ -197,6 +207,7 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, message: str) -> None:
     file = tmp_path / "reward.py"
     file.write_text(source)
+    (tmp_path / "beside.py").touch()
     with pytest.raises(UserError) as caught:
         plugins.load_file(str(file))
     assert str(caught.value) == f"{file}: cannot be imported: " + message.format(path=file, name=file.name)

@@ -50,18 +50,26 @@ def test_files_of_the_user_that_changed_are_refused_by_name(
     assert "--allow-config-change" not in str(caught.value)
 
 
-def test_files_in_score_sources(here: Path) -> None:
+def test_files_in_score_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.py").write_text("def score(prompts, responses): return [0.0] * len(prompts)")
+    (here / "of_theirs").mkdir()
+    for name in ("__init__", "rules", "judges"):
+        (here / f"of_theirs/{name}.py").touch()
+    monkeypatch.syspath_prepend(str(here))
     (here / "rm").mkdir()
     (here / "rm/config.json").write_text("{}")
-    sources = (f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3")
-    options = ppo_options().model_copy(update={"reward": sources, "judge": "nothing.py:here"})
+    sources = (
+        f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3",
+        "2*of_theirs.rules:f", "nothing.py:here", "data.sources.demo:true_score", "nowhere.rules:f",
+    )  # fmt: skip
+    options = ppo_options().model_copy(update={"reward": sources, "judge": "python,function=of_theirs.judges:g"})
     digests = progress.user_files(options, {})
-    assert {f"{here}/mine.py", f"{here}/rm"} <= set(digests)
+    assert set(digests) == {f"{here}/mine.py", f"{here}/rm", "of_theirs.rules", "of_theirs.judges"}
     (here / "rm/config.json").write_text("{ }")
+    (here / "of_theirs/judges.py").write_text("def g(prompts, responses): return [0.0] * len(prompts)")
     assert {path for path, digest in progress.user_files(options, {}).items() if digests[path] != digest} == {
-        f"{here}/rm"
-    }
+        f"{here}/rm", "of_theirs.judges"
+    }  # fmt: skip
 
 
 def test_a_checkpoint_names_the_stage_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
