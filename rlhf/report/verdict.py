@@ -1,7 +1,7 @@
 """The result of a stage in numbers, and the verdict: did the policy get better, by which judge, at what KL."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -80,8 +80,18 @@ class Verdict:
 
 
 def changes(stage: StageRecord) -> list[Change]:
-    """The results that the stage has recorded."""
-    return [change for result in stage.declaration.report.results if (change := _change(stage, result)) is not None]
+    """The results that the stage has recorded. A judge that is also a source of the reward is not independent."""
+    results = stage.declaration.report.results
+    sources = [spec for r in results if r.option and not r.independent for spec in stage.config.get(r.option) or ()]
+    trained = {*sources, *(source for weight, _, source in (spec.partition("*") for spec in sources) if weight != "0")}
+    found = (_change(stage, replace(r, independent=r.independent and _named(stage, r) not in trained)) for r in results)
+    return [change for change in found if change is not None]
+
+
+def _named(stage: StageRecord, result: Result) -> object:
+    """The value of the option that names the result's source."""
+    value = stage.config.get(result.option) if result.option else None
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _change(stage: StageRecord, result: Result) -> Change | None:
@@ -95,13 +105,12 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
         before = number(evaluations[0], result.metric)
     pairs = _pairs(stage.samples, result.sample) if last.get("step") != 0 else []
     differences = [after - old for old, after in pairs]
-    source = stage.config.get(result.option) if result.option else None
     half_width = number(last, f"{result.metric}_ci95") if trained else None
     if trained and half_width is None and result.share and stage.pair_scores is not None:
         half_width = _accuracy_half_width(stage.pair_scores)
     return Change(
         result=result,
-        source=", ".join(map(str, source)) if isinstance(source, list) else str(source or ""),
+        source=str(_named(stage, result) or ""),
         before=before,
         after=number(last, result.metric) if trained else None,
         half_width=half_width,

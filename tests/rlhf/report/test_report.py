@@ -157,6 +157,22 @@ def test_the_verdict_follows_the_judge(
     assert words in " ".join((verdict.headline, *verdict.cautions))
 
 
+@pytest.mark.parametrize(
+    ("sources", "by"),
+    [
+        ("[learned, my_judge.py:score]", " by the judge that it was trained on."),
+        ("['0.5*my_judge.py:score']", " by the judge that it was trained on."),
+        ("[learned, '0*my_judge.py:score']", "."),
+    ],
+)
+def test_a_judge_that_is_also_a_reward_is_not_independent(sources: str, by: str, tmp_path: Path) -> None:
+    recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 1.0))
+    (tmp_path / "run/step3_ppo/config.yaml").write_text(f"reward: {sources}\njudge: my_judge.py:score\n")
+    [run] = read_runs([str(tmp_path / "run")], DECLARATIONS)
+    assert judge(run).headline == f"The policy got better{by}"
+    assert ("(nothing was trained on it)" in judge(run).sentence) is (by == ".")
+
+
 def test_a_collapse_makes_a_gain_unsure_and_is_said(tmp_path: Path) -> None:
     recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 0.5))
     warning = {"kind": "warning", "step": 6, "name": "policy_collapsed", "numbers": {}, "advice": "read samples"}
