@@ -308,6 +308,15 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
         return self
 
     @model_validator(mode="after")
+    def _vf_coef_joins_two_losses(self) -> Self:
+        if self.vf_coef != UpdateOptions.model_fields["vf_coef"].default and self.critic_model != SHARED:
+            raise ValueError(
+                f"vf_coef {self.vf_coef:g}: expected critic_model shared; a critic that is a model of its own has its "
+                "own optimizer, with critic_learning_rate"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _without_rescoring_the_policy_is_the_sampler(self) -> Self:
         if self.rescore:
             return self

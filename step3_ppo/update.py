@@ -49,15 +49,15 @@ def gather(
 
     Prompts are dealt to the ranks one by one (`data.batches.Batches`); `group` neighbouring rows are the responses to
     one prompt. All ranks call this together.
-    Raises: UserError, on every rank, if an algorithm has not selected equally many rows on each, or too few or too odd a
-    number for every rank to get as many of each of the `minibatches`.
+    Raises: UserError, on every rank, if an algorithm has not selected equally many rows on each, or not enough for the
+    `minibatches`, or on several ranks a number that they do not divide.
     """
     by_rank, indices_of_ranks = zip(*collectives.gather_replicas((credited, indices)), strict=True)
     counts = [len(part) for part in by_rank]
     if len({*counts}) > 1 or counts[0] < minibatches or (len(counts) > 1 and counts[0] % minibatches):
         raise UserError(
             f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
-            f"expected as many on every rank, and at least one, or a multiple, for each of --num-mini-batches {minibatches}"
+            f"expected as many on every rank, and a multiple of --num-mini-batches {minibatches}"
         )
     if len(by_rank) == 1:
         return credited, indices

@@ -18,9 +18,9 @@ BOOLEANS = ("true", "false")
 def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """(dotted name, text or list of texts) of each option among the words.
 
-    `--name VALUE`, `--name=VALUE`, `--flag`, `--flag true`, `--no-flag`, and `--list VALUE VALUE` up to the next option.
-    The last of two wins. Words before the first option, or after the value of one that takes a single value, are those
-    of `cls.POSITIONAL`.
+    `--name VALUE`, `--name=VALUE`, `--flag`, `--flag true`, `--no-flag`, and `--list VALUE VALUE` up to the next
+    option. The last of two wins. Words before the first option, or after the value of one that takes a single value,
+    are those of `cls.POSITIONAL`.
     Raises: UserError for unknown options, all in one line, a value that is missing, or one too many.
     """
     known, rest, bare = dict(options(cls)), list(words), []

@@ -19,8 +19,8 @@ ANSWERS = "answers"
 DEFAULT = "score"
 """the function of a file that the spec names alone"""
 EXPECTED = "function(prompts, responses, **columns)"
-RESPONSES = ("responses", "completions")
-"""names that the first parameter, which gets the prompts, cannot have"""
+MISPLACED = (("responses", "completions", "queries"), ("prompts",))
+"""names that the first parameter, which gets the prompts, and the second cannot have: those of TRL and OpenRLHF"""
 
 
 class Config(Base):
@@ -82,8 +82,8 @@ def _parameters(spec: str, function: Function) -> Mapping[str, inspect.Parameter
     try:
         signature = inspect.signature(function)
         signature.bind("prompts", "responses", **dict.fromkeys(_required(list(signature.parameters.values()))))
-        if next(iter(signature.parameters)) in RESPONSES:  # as TRL's, which get all by name
-            raise TypeError("the prompts come first")
+        if any(name in names for name, names in zip(signature.parameters, MISPLACED, strict=False)):
+            raise TypeError("the prompts come first, then the responses")
     except (TypeError, ValueError) as error:  # ValueError: a function in C may not say what it takes
         name = spec.partition(":")[2] or DEFAULT
         raise UserError(f"reward '{spec}': got {name}{signature or ''}, expected {EXPECTED} ({error})") from None

@@ -154,6 +154,7 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("score = [1, 2, 3]", "no function 'score'"),
         ("def score(responses): return [1, 2, 3]", "got score(responses), expected function(prompts, responses, **col"),
         ("def score(p, r, gold, /): return gold", "got score(p, r, gold, /), expected function("),
+        ("def score(queries, prompts, labels=None): return [1, 2, 3]", "got score(queries, prompts, labels=None), exp"),
         ("def score(completions, answer): return [1, 2, 3]", "got score(completions, answer), expected function(prom"),
         ("import operator\nscore = operator.itemgetter(1)", "got score, expected function(prompts, responses, **col"),
         ("def score(p, r): return {0: 1.5, 1: 2.5, 2: 3.5}", "got dict, expected a list of numbers"),

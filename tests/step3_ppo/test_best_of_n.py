@@ -226,7 +226,7 @@ def test_a_selection_that_leaves_a_rank_without_a_part_of_a_minibatch_is_an_erro
     rollout = game.score(game.sample(twice_each()))
     credited = CreditedRollout(rollout, game.algorithm.credit(rollout, first(game.algorithm)))
     monkeypatch.setattr(collectives, "gather_replicas", lambda part: [part] * ranks)
-    with pytest.raises(UserError, match=f"chose {', '.join([str(count)] * ranks)} responses on .*num-mini-batches 3"):
+    with pytest.raises(UserError, match=f"chose {', '.join([str(count)] * ranks)} responses on .*-mini-batches 3"):
         gather(credited[torch.arange(count)], [0] * count, 1, 3)
     whole, _ = gather(credited[torch.arange(3)], [0] * 3, 1, 3)
     assert len(whole) == 3 * ranks

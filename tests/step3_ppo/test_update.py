@@ -320,9 +320,10 @@ def test_without_rescoring_the_update_has_its_own_old_logprobs() -> None:
         ({"critic_model": "shared"}, "no critic_model shared"),
         ({"rollout_backend": "vllm,memory_share=0.3"}, "rollout_backend loop, got vllm"),
         ({"tis_cap": 2.0}, "tis_cap: expected rescore"),
+        ({"vf_coef": 0.5, "rescore": True}, "vf_coef 0.5: expected critic_model shared"),
     ],
 )
-def test_what_needs_rescoring_is_refused_without_it(changes: dict[str, Any], message: str) -> None:
+def test_what_would_have_no_effect_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of("ppo", **{"num_ppo_epochs": 1, "num_mini_batches": 1, "rescore": False} | changes)
 
