@@ -80,7 +80,7 @@ def _is_flag(kind: object) -> bool:
 
 
 def _takes_several(kind: object) -> bool:
-    return get_origin(kind) is tuple or any(get_origin(part) is tuple for part in get_args(kind))
+    return any(get_origin(part) in (tuple, list) for part in (kind, *get_args(kind)))
 
 
 def _plain(word: str, kind: object) -> object:

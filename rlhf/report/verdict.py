@@ -84,8 +84,10 @@ def changes(stage: StageRecord) -> list[Change]:
     results = stage.declaration.report.results
     sources = [spec for r in results if r.option and not r.independent for spec in stage.config.get(r.option) or ()]
     trained = {*sources, *(source for weight, _, source in (spec.partition("*") for spec in sources) if weight != "0")}
-    found = (_change(stage, replace(r, independent=r.independent and _named(stage, r) not in trained)) for r in results)
-    return [change for change in found if change is not None]
+    changed = (
+        _change(stage, replace(r, independent=r.independent and _named(stage, r) not in trained)) for r in results
+    )
+    return [change for change in changed if change is not None]
 
 
 def _named(stage: StageRecord, result: Result) -> object:

@@ -245,7 +245,7 @@ def a_step_of_everything() -> dict[str, Any]:
     scale = ScoreScaling(config_of("ppo", use_score_scaling=True, use_score_norm=True))
     scaled_scores = [score for part in collectives.gather_objects(scale(rollout.scores).tolist()) for score in part]
     trained = Trained(game.actor, None, game.algorithm, first(game.algorithm), ptx)
-    scored, _ = gather(CreditedRollout(rollout, credit)[rows], rows.tolist(), 1)
+    scored, _ = gather(CreditedRollout(rollout, credit)[rows], rows.tolist(), 1, 1)
     metrics = update(trained, scored, game.config, torch.Generator().manual_seed(0), range(len(scored)))
     return {"metrics": metrics, "weights": game.weights(), "scaled": sorted(scaled_scores)}
 

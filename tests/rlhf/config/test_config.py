@@ -115,7 +115,9 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
     class Lists(Root):
         maybe: tuple[Literal[1, 2], ...] | None = None
         pair: tuple[int, int] = (3, 4)
+        lengths: list[float] | None = None
 
+    assert parser.parse(Lists, ["--lengths", "4", "0.5", "--every", "2"], "", "").lengths == [4.0, 0.5]
     file = write(tmp_path / "a.yaml", "sizes: 7\nmaybe: 2")
     lists = parser.parse(Lists, ["--config", str(file)], "", "")
     assert (lists.sizes, lists.maybe, lists.pair) == ((7,), (2,), (3, 4))
