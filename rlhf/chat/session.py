@@ -133,7 +133,8 @@ class Session:
         if thought_form(str(tokenizer.chat_template)) == "none":
             return Message("assistant", response.text)
         ids = response.rollout.response_tokens()[0]
-        return self.models.template.answer(ids[:-1] if response.ended else ids)
+        prompt = self.models.template.prompt_text(response.rollout.rows[0].prompt)
+        return self.models.template.answer(ids[:-1] if response.ended else ids, prompt)
 
     def _answered(self) -> Turn:
         if self.turn is None:

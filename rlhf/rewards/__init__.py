@@ -261,7 +261,7 @@ def as_samples(rollout: SampledRollout, tokenizer: PreTrainedTokenizerBase) -> S
     ended = zip(rollout.response_tokens(), rollout.ended.tolist(), strict=True)
     tokens = [ids[:-1] if end else ids for ids, end in ended]
     prompts = tuple(template.prompt_text(row.prompt, row.variables) for row in rollout.rows)
-    answers = tuple(template.answer(ids).content for ids in tokens)
+    answers = tuple(template.answer(ids, prompt).content for ids, prompt in zip(tokens, prompts, strict=True))
     return Samples(prompts, tuple(map(template.response_text, tokens)), rollout, answers)
 
 

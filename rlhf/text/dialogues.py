@@ -211,8 +211,11 @@ class Template:
         before, after = self._spaces
         return text.removeprefix(before).removesuffix(after)
 
-    def answer(self, ids: Sequence[int]) -> Message:
-        """A response as a message of a dialogue, its thought apart; after a thought without an end it is empty."""
+    def answer(self, ids: Sequence[int], prompt: str) -> Message:
+        """A response as a message of a dialogue, its thought apart; after a thought without an end it is empty.
+
+        prompt: the `prompt_text`, which may begin or end a thought
+        """
         before, _ = self.frame
         whole = self._decode(ids)
         text = self._without_spaces(whole)
@@ -220,7 +223,12 @@ class Template:
             return Message("assistant", text)
         opening, end = (part.strip() for part in self._thought)
         thought, separator, answer = whole.rpartition(end)
-        if not separator and not self._opens_thought and not (opening and whole.startswith(opening)):
+        asked = prompt.rstrip()
+        if self._opens_thought:
+            opened = not asked.endswith(end)
+        else:
+            opened = bool(opening) and (whole.startswith(opening) or asked.endswith(opening))
+        if not separator and not opened:
             return Message("assistant", text)
         thought = (thought if separator else whole).strip().removeprefix(opening).strip()
         answer = self._without_spaces(answer.lstrip()) if separator else ""
@@ -347,7 +355,7 @@ class Template:
 
     @cached_property
     def _opens_thought(self) -> bool:
-        """Whether a generation prompt begins a thought, which the response ends."""
+        """Whether a generation prompt without variables begins a thought, which the response ends."""
         return not self._thought[0].strip() and bool(self.frame[0].strip())
 
     @cached_property

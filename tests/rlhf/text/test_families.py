@@ -93,7 +93,7 @@ def test_a_thought_is_in_the_target_once_or_refused(name: str, answer: Message) 
     text = template.tokenizer.decode([*prompt, *target])
     assert text.count("Hm, 2.") == text.count("It is.") == 1
     assert max(text.count("<think>"), text.count("</think>"), text.count("analysis<|message|>")) == 1
-    assert template.answer(target) == Message("assistant", "It is.", {"reasoning_content": "Hm, 2."})
+    assert template.answer(target, template.tokenizer.decode(prompt)) == Message("assistant", "It is.", {"reasoning_content": "Hm, 2."})
 
 
 def test_where_the_prompt_ends_the_thought_an_answer_may_have_an_empty_one() -> None:
@@ -174,6 +174,24 @@ def test_an_unended_thought_has_no_answer() -> None:
     template = family("qwen3_5")
     ids = template.turn_ids(Row((USER,)), THINKING)
     cut = ids[: -len("It is.") - 3]
-    assert template.answer(cut) == Message("assistant", "", {"reasoning_content": "Hm, 2."})
-    assert template.answer(template.turn_ids(Row((USER,)), ANSWER)) == ANSWER
+    prompt = template.prompt_text((USER,))
+    assert template.answer(cut, prompt) == Message("assistant", "", {"reasoning_content": "Hm, 2."})
+    assert template.answer(template.turn_ids(Row((USER,)), ANSWER), prompt) == ANSWER
     assert template.response_text(template.turn_ids(Row((USER,)), ANSWER)) == "It is."
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "thinks"),
+    [
+        ("qwen3_5", {}, True),
+        ("qwen3_5", {"enable_thinking": False}, False),
+        ("deepseek_v3", {}, False),
+        ("deepseek_v3", {"thinking": True}, True),
+        ("qwen3", {"enable_thinking": False}, False),
+    ],
+)
+def test_a_row_says_whether_its_response_begins_in_a_thought(name: str, variables: dict[str, Any], thinks: bool) -> None:
+    template = family(name)
+    prompt, ids = template.prompt_text((USER,), variables), template.tokenizer.encode("It is 2.")
+    content, keys = ("", {"reasoning_content": "It is 2."}) if thinks else ("It is 2.", {})
+    assert template.answer(ids, prompt) == Message("assistant", content, keys)
