@@ -14,8 +14,11 @@ from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of
 from rlhf.types import Samples
 
-# A hyphen between words or digits (3-4) is not a sign; a comma separates thousands only if three digits follow.
-NUMBER = re.compile(r"((?:(?<![\w)])[-\N{MINUS SIGN}])?)[$€£¥]?((?:\d+(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)")
+# A hyphen between words or digits (3-4) is not a sign; a comma, in LaTeX also {,} or ,\!, separates thousands only if
+# three digits follow.
+NUMBER = re.compile(
+    r"((?:(?<![\w)])[-\N{MINUS SIGN}])?)[$€£¥]?((?:\d+(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+)
 EVERYTHING = r"(?s).+"
 
 
@@ -78,7 +81,7 @@ def number(text: str) -> Decimal | None:
     if not numbers:
         return None
     sign, digits = numbers[-1]
-    return Decimal(("-" if sign else "") + digits.replace(",", ""))
+    return Decimal(("-" if sign else "") + re.sub(r"[^\d.]", "", digits))
 
 
 def normalized_text(text: str) -> str | None:

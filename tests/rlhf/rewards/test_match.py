@@ -36,6 +36,8 @@ def scores(spec: str, responses: list[str], cells: list[Any], column: str = "ans
         ("one of 1,2,3", "3"),
         ("1,000,000", "1000000"),
         ("2,3456", "3456"),
+        (r"\boxed{1{,}234{,}567}", "1234567"),
+        (r"$-18,\!000$", "-18000"),
         ("10% of .5", "0.5"),
         ("12.", "12"),
         ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
