@@ -16,6 +16,7 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.generation import Backend
 from rlhf.maths.uniforms import MINI_BATCHES, torch_stream
+from rlhf.text.messages import variable_columns
 from rlhf.text.prompt_file import format_prompt
 from rlhf.types import Credit, Metrics, SampledRollout, Samples, ScoredRollout
 from step3_ppo.algorithms import Algorithm, Iteration
@@ -117,7 +118,8 @@ def selected_file(config: Step3Config) -> Path:
 
 
 def append_selected(path: Path, iteration: int, selected: ScoredRollout, samples: Samples) -> None:
-    """Append a row for each of the selected responses of all ranks: prompt, response, score, iteration.
+    """Append a row for each of the selected responses of all ranks: prompt, response, score, iteration, and what
+    the chat template gets beside the prompt.
 
     `samples` is the text of `selected`. `--sft-only-data-path FILE` learns from it, or `--data-path FILE --data-split
     1,0,0`. A response that was cut before its EOS is skipped: as a demonstration it would teach the model to end
@@ -126,6 +128,7 @@ def append_selected(path: Path, iteration: int, selected: ScoredRollout, samples
     columns = zip(selected.rows, samples.responses, selected.scores.tolist(), selected.ended.tolist(), strict=True)
     own = [
         {"prompt": format_prompt(row.prompt), "response": response, "score": score, "iteration": iteration}
+        | variable_columns(row)
         for row, response, score, ended in columns
         if ended
     ]

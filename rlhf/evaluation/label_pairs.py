@@ -22,8 +22,9 @@ from rlhf.evaluation.batch_generation import (
 )
 from rlhf.evaluation.options import PairsConfig
 from rlhf.storage import disk
+from rlhf.text.messages import variable_columns
 from rlhf.text.prompt_file import format_prompt, read_prompts
-from rlhf.types import Message
+from rlhf.types import Row
 
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
 """reasons to drop a pair"""
@@ -44,7 +45,8 @@ class Side:
 class Pair:
     """Two independent responses to one prompt."""
 
-    prompt: tuple[Message, ...]
+    row: Row
+    """the prompt"""
     sides: tuple[Side, Side]
 
 
@@ -111,31 +113,31 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
-    prompts_once = [row.prompt for row in prompt_set.rows[:: 2 // len(model_paths)]]
-    sides = zip(first, second, strict=True)
-    return [Pair(prompt, both) for prompt, both in zip(prompts_once, sides, strict=True)]
+    rows = prompt_set.rows[:: 2 // len(model_paths)]
+    return [Pair(row, sides) for row, sides in zip(rows, zip(first, second, strict=True), strict=True)]
 
 
 def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[Tree], Counter[str]]:
     """(rows to write, number of dropped pairs by reason).
 
     With scores the columns are prompt, chosen, rejected, score_chosen, score_rejected and, if `margin` is set, margin.
-    Without scores they are prompt, response_a and response_b in random order, and an empty preference.
+    Without scores they are prompt, response_a and response_b in random order, and an empty preference. What the chat
+    template gets beside a prompt follows.
     """
     rows: list[Tree] = []
     dropped: Counter[str] = Counter()
     order = random.Random(options.seed)
     for pair in pairs:
-        reason = drop_reason(pair, options.tie)
+        reason, prompt = drop_reason(pair, options.tie), {"prompt": format_prompt(pair.row.prompt)}
         if reason:
             dropped[reason] += 1
         elif options.reward is None:
             # In random order, so that the column does not reveal which policy wrote the response.
             first, second = order.sample(pair.sides, 2)
-            sides = {"response_a": first.text, "response_b": second.text, "preference": ""}
-            rows.append({"prompt": format_prompt(pair.prompt)} | sides)
+            columns = {"response_a": first.text, "response_b": second.text, "preference": ""}
+            rows.append(prompt | columns | variable_columns(pair.row))
         else:
-            rows.append({"prompt": format_prompt(pair.prompt)} | _labelled(pair, options.margin))
+            rows.append(prompt | _labelled(pair, options.margin) | variable_columns(pair.row))
     return rows, dropped
 
 

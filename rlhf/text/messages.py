@@ -164,6 +164,13 @@ def row_variables(columns: Record, location: str) -> tuple[Tree, float]:
     return variables | ({"tools": tools} if tools else {}), float(weight)
 
 
+def variable_columns(row: Row) -> Tree:
+    """The columns tools and chat_template_kwargs of a row, as far as it has them: the inverse of `row_variables`."""
+    kwargs = {name: value for name, value in row.variables.items() if name != "tools"}
+    tools = {"tools": row.variables["tools"]} if "tools" in row.variables else {}
+    return tools | ({KWARGS: kwargs} if kwargs else {})
+
+
 def unread(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
     """What of a row the chat template would leave out in silence, as an error message; else an empty text."""
     answers = [Message("assistant", "", keys) for keys in (row.response_keys, row.rejected_keys)]

@@ -39,10 +39,11 @@ def read_prompts(path: str) -> list[tuple[str, Row]]:
 
 
 def different(lines: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
-    """The lines without those whose prompt and columns are those of an earlier one."""
+    """The lines without those whose prompt, variables and columns are those of an earlier one."""
     first: dict[str, tuple[str, Row]] = {}
     for location, row in lines:
-        first.setdefault(json.dumps([format_prompt(row.prompt), row.columns], sort_keys=True), (location, row))
+        key = json.dumps([format_prompt(row.prompt), row.variables, row.columns], sort_keys=True)
+        first.setdefault(key, (location, row))
     return [*first.values()]
 
 

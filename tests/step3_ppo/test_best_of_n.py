@@ -177,12 +177,13 @@ def scored(prompts: tuple[tuple[Message, ...], ...], scores: list[float]) -> Sco
 def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
     file = tmp_path / "chosen.jsonl"
     scores = [0.5, -1.0, 2.0, 3.25, 0.0]
-    rollout = scored(PROMPTS, scores)
+    rollout, variables = scored(PROMPTS, scores), {"tools": [{"name": "look"}], "enable_thinking": False}
+    rollout = replace(rollout, rows=tuple(replace(row, variables=variables) for row in rollout.rows))
     for iteration in (1, 2):
         append_selected(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout))
     rows = list(open_origin(str(file)).rows("sft"))
     expected = [
-        Row(prompt, response, None, "", {"score": score, "iteration": iteration})
+        Row(prompt, response, None, "", {"score": score, "iteration": iteration}, variables=variables)
         for iteration in (1, 2)
         for prompt, response, score in zip(PROMPTS, RESPONSES, scores, strict=True)
     ]

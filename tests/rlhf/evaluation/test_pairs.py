@@ -33,7 +33,7 @@ def even(response: str) -> float:
 
 
 def pair(one: Side, other: Side) -> Pair:
-    return Pair((Message("user", "q"),), (one, other))
+    return Pair(Row((Message("user", "q"),)), (one, other))
 
 
 def options_of(**changes: Any) -> PairsConfig:
@@ -80,6 +80,17 @@ def test_without_scores_the_order_is_random_and_the_preference_empty() -> None:
         firsts += row["response_a"].startswith("first")
     assert 70 < firsts < 130
     assert to_rows(pairs_without_scores, options_of(reward=None))[0] == rows
+
+
+@pytest.mark.parametrize("reward", ["length", None])
+def test_what_the_template_gets_beside_a_prompt_goes_with_the_pair(reward: str | None, tmp_path: Path) -> None:
+    variables = {"enable_thinking": False, "tools": [{"name": "look"}]}
+    [row], _ = to_rows(
+        [Pair(Row((Message("user", "q"),), variables=variables), (GOOD, BAD))], options_of(reward=reward)
+    )
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row | ({} if reward else {"preference": "a"})))
+    (read_back,) = open_origin(str(tmp_path / "pairs.jsonl")).rows("reward")
+    assert isinstance(read_back, Row) and read_back.variables == variables
 
 
 @pytest.mark.parametrize(

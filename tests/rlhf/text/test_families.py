@@ -93,7 +93,9 @@ def test_a_thought_is_in_the_target_once_or_refused(name: str, answer: Message) 
     text = template.tokenizer.decode([*prompt, *target])
     assert text.count("Hm, 2.") == text.count("It is.") == 1
     assert max(text.count("<think>"), text.count("</think>"), text.count("analysis<|message|>")) == 1
-    assert template.answer(target, template.tokenizer.decode(prompt)) == Message("assistant", "It is.", {"reasoning_content": "Hm, 2."})
+    assert template.answer(target, template.tokenizer.decode(prompt)) == Message(
+        "assistant", "It is.", {"reasoning_content": "Hm, 2."}
+    )
 
 
 def test_where_the_prompt_ends_the_thought_an_answer_may_have_an_empty_one() -> None:
@@ -190,7 +192,9 @@ def test_an_unended_thought_has_no_answer() -> None:
         ("qwen3", {"enable_thinking": False}, False),
     ],
 )
-def test_a_row_says_whether_its_response_begins_in_a_thought(name: str, variables: dict[str, Any], thinks: bool) -> None:
+def test_a_row_says_whether_its_response_begins_in_a_thought(
+    name: str, variables: dict[str, Any], thinks: bool
+) -> None:
     template = family(name)
     prompt, ids = template.prompt_text((USER,), variables), template.tokenizer.encode("It is 2.")
     content, keys = ("", {"reasoning_content": "It is 2."}) if thinks else ("It is 2.", {})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import errors
-from rlhf.text.prompt_file import read_prompts
+from rlhf.text.prompt_file import different, read_prompts
 from rlhf.types import Message
 
 
@@ -18,6 +18,13 @@ def test_prompts_of_json_lines(tmp_path: Path) -> None:
     assert (first, second) == (f"{file}:1", f"{file}:3")
     assert (a.prompt, a.columns) == ((Message("user", "a"),), {"answer": 4})
     assert b.prompt == (Message("system", "s"), Message("user", "b"))
+
+
+def test_rows_that_differ_in_what_the_template_gets_are_different(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a", "chat_template_kwargs": {"enable_thinking": thinks}} for thinks in (True, False, True)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [location for location, _ in different(read_prompts(str(file)))] == [f"{file}:1", f"{file}:2"]
 
 
 def test_prompts_of_plain_text(tmp_path: Path) -> None:
