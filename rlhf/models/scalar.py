@@ -187,7 +187,10 @@ def read_head(path: str) -> Tensor:
             "train one (rlhf reward), or name a one-label sequence classifier"
         )
     if weight.shape[0] != 1:
-        raise UserError(f"reward model '{path}': {HEAD} gives {weight.shape[0]} labels, expected 1")
+        raise UserError(
+            f"reward model '{path}': {HEAD} gives {weight.shape[0]} labels, expected 1; as a score source, "
+            f"classifier,model={path},label=NAME,with_prompt=true is the log-odds of one of them"
+        )
     return weight
 
 

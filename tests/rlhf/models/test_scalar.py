@@ -239,7 +239,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
 
 def test_several_labels_are_refused(saved: Path, tmp_path: Path) -> None:
     path = edited(saved, tmp_path, score__weight=torch.ones(3, tiny.WIDTH))
-    assert "3 labels, expected 1" in refusal(path)
+    assert "3 labels, expected 1" in refusal(path) and f"classifier,model={path},label=NAME" in refusal(path)
 
 
 def test_a_head_of_another_width_is_refused(saved: Path, tmp_path: Path) -> None:
