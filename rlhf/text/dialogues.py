@@ -223,11 +223,11 @@ class Template:
             return Message("assistant", text)
         opening, end = (part.strip() for part in self._thought)
         thought, separator, answer = whole.rpartition(end)
-        asked = prompt.rstrip()
+        prompt = prompt.rstrip()
         if self._opens_thought:
-            opened = not asked.endswith(end)
+            opened = not prompt.endswith(end)
         else:
-            opened = bool(opening) and (whole.startswith(opening) or asked.endswith(opening))
+            opened = bool(opening) and (whole.lstrip().startswith(opening) or prompt.endswith(opening))
         if not separator and not opened:
             return Message("assistant", text)
         thought = (thought if separator else whole).strip().removeprefix(opening).strip()

@@ -180,6 +180,8 @@ def test_an_unended_thought_has_no_answer() -> None:
     assert template.answer(cut, prompt) == Message("assistant", "", {"reasoning_content": "Hm, 2."})
     assert template.answer(template.turn_ids(Row((USER,)), ANSWER), prompt) == ANSWER
     assert template.response_text(template.turn_ids(Row((USER,)), ANSWER)) == "It is."
+    other = family("qwen3")
+    assert other.answer(other.tokenizer.encode("\n<think>Hm, 2."), other.prompt_text((USER,))).content == ""
 
 
 @pytest.mark.parametrize(
