@@ -22,7 +22,7 @@ from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, read_head
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
-from rlhf.types import SampledRollout, Samples
+from rlhf.types import Row, SampledRollout, Samples
 
 Combine = Literal["sum", "min", "uncertain"]
 
@@ -271,7 +271,11 @@ def columns_of(samples: Samples) -> dict[str, list[Any]]:
     The response in the data (a demonstration, the chosen side of a pair) is the column `reference`, unless the
     data has a column of that name.
     """
-    rows = samples.rollout.rows
+    return columns_of_rows(samples.rollout.rows)
+
+
+def columns_of_rows(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    """The same of rows that need no responses yet."""
     names = sorted({name for row in rows for name in row.columns})
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     if REFERENCE not in columns and any(row.response is not None for row in rows):

@@ -2,6 +2,7 @@
 
 import re
 from collections import deque
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from rlhf.config import Config as Base
 from rlhf.errors import UserError
-from rlhf.rewards import REFERENCE, Context, Source, columns_of
-from rlhf.types import Samples
+from rlhf.rewards import REFERENCE, Context, Source, columns_of_rows
+from rlhf.types import Row, Samples
 
 # A hyphen between words or digits (3-4) is not a sign; a comma, in LaTeX also {,} or ,\!, separates thousands only if
 # three digits follow.
@@ -53,20 +54,31 @@ class Config(Base):
 
 def build(config: Config, context: Context) -> Source:
     """`right` or `wrong` for each response. A response without a result is wrong; a row without one is an error."""
-    normalize = number if config.compare == "number" else normalized_text
+    normalize = _normalize(config)
 
     def score(samples: Samples) -> Tensor:
         values = []
         responses = samples.answers if config.pattern == EVERYTHING else samples.responses
-        for response, cell in zip(responses, _cells(config.column, samples), strict=True):
-            items = cell if isinstance(cell, list | tuple) and cell else [cell]
-            accepted = [_accepted(item, cell, config, normalize) for item in items]
+        for response, accepted in zip(responses, right_results(config, samples.rollout.rows), strict=True):
             matched = last_match(config.pattern, response)
             result = None if matched is None else normalize(matched)
             values.append(config.right if result is not None and result in accepted else config.wrong)
         return torch.tensor(values, device=context.device)
 
     return score
+
+
+def right_results(config: Config, rows: Sequence[Row]) -> list[list[Any]]:
+    """The right results of each row, normalised. Raises: UserError for a row without one."""
+    results = []
+    for row, cell in zip(rows, _cells(config.column, rows), strict=True):
+        items = cell if isinstance(cell, list | tuple) and cell else [cell]
+        results.append([_accepted(item, row, cell, config) for item in items])
+    return results
+
+
+def _normalize(config: Config) -> Callable[[str], Any]:
+    return number if config.compare == "number" else normalized_text
 
 
 def last_match(pattern: str, text: str) -> str | None:
@@ -89,23 +101,24 @@ def normalized_text(text: str) -> str | None:
     return " ".join(text.split()).casefold() or None
 
 
-def _accepted(item: object, cell: object, config: Config, normalize: Any) -> Any:
+def _accepted(item: object, row: Row, cell: object, config: Config) -> Any:
     text = str(item) if isinstance(item, str | int) else ""
     if isinstance(item, float):
         text = f"{Decimal(str(item)):f}"  # without an exponent, whose digits would be read as a number
     matched = last_match(config.column_pattern, text)
-    result = None if matched is None else normalize(matched)
+    result = None if matched is None else _normalize(config)(matched)
     if result is None:
         name = config.column or f"answer' or '{REFERENCE}"
+        prompt = row.prompt[-1].content[-60:] if row.prompt else ""
         raise UserError(
-            f"reward 'match': column '{name}': got {str(cell)[-80:]!r}, in which there is no {config.compare} to "
-            "compare; see the options column, column_pattern and compare"
+            f"reward 'match': column '{name}' of the prompt that ends in {prompt!r}: got {str(cell)[-80:]!r}, in which "
+            f"there is no {config.compare} to compare; see the options column, column_pattern and compare"
         )
     return result
 
 
-def _cells(name: str | None, samples: Samples) -> list[Any]:
-    columns = columns_of(samples)
+def _cells(name: str | None, rows: Sequence[Row]) -> list[Any]:
+    columns = columns_of_rows(rows)
     for column in ("answer", REFERENCE) if name is None else (name,):
         if column in columns:
             return columns[column]

@@ -1,5 +1,6 @@
 """What the stages check before they load a model, and what step 3 then loads."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_prompt_and_response_fit_into_max_length_and_the_models_context(tmp_path
         ppo.check(options(tmp_path, **fitting | {"max_length": 39}))
     with pytest.raises(UserError, match="demo-llama"):
         ppo.check(options(tmp_path, **fitting | {"max_prompt_length": 2**20, "max_length": 2**21}))
+
+
+def test_every_row_has_a_result_that_match_can_compare_with(tmp_path: Path) -> None:
+    answers = {"train": [*range(40), "forty"], "held_out": [*range(4)]}
+    for name, cells in answers.items():
+        rows = [json.dumps({"prompt": f"{name} {i}?", "answer": cell}) + "\n" for i, cell in enumerate(cells)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    paths = {"data_path": (str(tmp_path / "train.jsonl"),), "eval_data_path": (str(tmp_path / "held_out.jsonl"),)}
+    fitting = {**paths, "data_split": (0, 0, 1), "eval_samples": 4}
+    ppo.check(options(tmp_path, **fitting, judge="match"))
+    with pytest.raises(
+        UserError, match=r"the prompt that ends in 'train 40\?': got 'forty', in which there is no number"
+    ):
+        ppo.check(options(tmp_path, **fitting, reward=("0.5*match", "length,target=5")))
 
 
 def test_frozen_models_are_whole_beside_split_ones(tmp_path: Path) -> None:
