@@ -9,7 +9,6 @@ from torch import Tensor
 from data.batches import pair_batch
 from data.dataset import PromptDataset
 from data.prepare.encode import Preference
-from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.training import Engine
@@ -57,7 +56,6 @@ def evaluate(scored: Tensor, learning_rate: float) -> Metrics:
     share = weight / weight.sum()
     loss = losses.pairwise_logistic(chosen, rejected, count=1.0, weight=share)
     metrics = losses.pair_metrics(chosen, rejected, 1.0, share)
-    console.say(score_histogram(pairs))
     return {
         "eval_accuracy": metrics["accuracy"].item(),
         "eval_loss": loss.item(),
@@ -106,14 +104,3 @@ def require_converged(metrics: Metrics, pairs: int, config: RewardConfig) -> Non
             f"{metrics['eval_accuracy']:.2f}; guessing gives 0.69 and 0.50; nothing was exported; lower "
             f"--learning-rate (now {config.learning_rate:g}) and add --overwrite"
         )
-
-
-def score_histogram(pairs: Tensor, bins: int = 30) -> str:
-    """Chosen and rejected scores as two lines of bars on one axis. pairs [N, 2]."""
-    low, high = pairs.min().item(), pairs.max().item()
-    lines = []
-    for name, column in zip(("chosen  ", "rejected"), pairs.unbind(1), strict=True):
-        counts = torch.histc(column, bins, low, high)
-        heights = (counts / counts.max() * 8).ceil().long().tolist()
-        lines.append(f"{name} {low:7.2f} |{''.join(' ▁▂▃▄▅▆▇█'[h] for h in heights)}| {high:.2f}")
-    return "\n".join(lines)
