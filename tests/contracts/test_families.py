@@ -14,7 +14,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhf import adapters, cpu, generation
+from rlhf import adapters, generation
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
@@ -111,27 +111,6 @@ def test_a_family_runs_in_all_stages(family: str, tmp_path: Path) -> None:
     assert policy.step([rollout], lambda each: (-(policy(each.sequences)[0].sum()) / 18, {}))["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("window", [19, 20])
-@pytest.mark.parametrize("family", ["cohere2", "exaone4", "gemma3_text", "mistral"])
-def test_rows_are_packed_if_no_window_cuts_them(family: str, window: int) -> None:
-    """A rollout with rows of up to 20 tokens, sampled and scored; transformers computes one row at a time."""
-    assert cells()[family][1] == "up to the window"
-    config = families.ALL[family] | {"sliding_window": window}
-    lm, plain = tiny.causal_lm(family, **config), tiny.causal_lm(family, **config)
-    cpu.install(lm)
-    packing.detect_support(lm, unsharded=True)
-    assert packing.packs(lm, window) and not packing.packs(lm, window + 1)
-    backend = generation.open_backend("loop", eos_token_id=-1, pad_token_id=tiny.PAD)
-    uniforms = torch.rand(4, 11, generator=torch.Generator().manual_seed(1))
-    rollout = backend(lm, tiny.prompts([4, 9, 6, 9]), SamplingOptions(response_length=11), uniforms)
-    with torch.no_grad():
-        logprobs = Policy(lm)(rollout.sequences).logprobs
-    expected = plain_logprobs(plain, rollout.sequences)
-    assert packing.packs_rows(lm, rollout.sequences) == (window == 20)
-    assert (logprobs - expected).abs().max() < 1e-5
-    assert (rollout.sampled_logprobs - expected[:, 9:]).abs().max() < 1e-5
-
-
 SHARED_QUICK = {"gpt_oss", "bloom"}
 """experts; no rotary positions. The others share a trunk in make test-long, and three in test_trunk.py"""
 
@@ -189,3 +168,4 @@ def marked(cell: str) -> bool:
 def test_the_table_names_every_family() -> None:
     assert {name for name, marks in table().items() if marks["trains"]} == set(families.ALL)
     assert {name for name, marks in table().items() if not marks["trains"]} == set(families.RECURRENT)
+    assert {name for name, (_, packs, *_) in cells().items() if packs == "up to the window"} == families.WINDOWED

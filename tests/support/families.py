@@ -48,6 +48,8 @@ ALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
 }  # fmt: skip
 """Configs by model type."""
+WINDOWED = {"cohere2", "exaone4", "gemma3_text", "mistral"}
+"""Those that pack rows up to their window."""
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba": {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4},
     "rwkv": {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": CONTEXT},

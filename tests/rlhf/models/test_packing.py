@@ -20,6 +20,7 @@ from rlhf.models.policy import Policy
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import Pairs, Sequences
 from tests.support import tiny
+from tests.support.families import ALL, WINDOWED
 
 TAKE = {"opt", "gpt2", "llama", "qwen2", "qwen3", "gpt_neox", "mixtral"}
 if Version(transformers.__version__) >= Version("5.24"):  # before, it had an attention of its own
@@ -64,6 +65,25 @@ def test_log_probs_and_their_gradients(family: str, dtype: torch.dtype) -> None:
     lm = ready(tiny.causal_lm(family), dtype)
     require_near(lm, Policy(lm), dtype, rows())  # type: ignore[arg-type]
     assert packing.packs(lm, 20) == (family in TAKE)
+
+
+@pytest.mark.parametrize("window", [18, 20])
+@pytest.mark.parametrize("family", sorted(WINDOWED))
+def test_rows_are_packed_if_no_window_cuts_them(family: str, window: int) -> None:
+    """A rollout with rows of up to 20 tokens, sampled and scored, beside transformers' own windows. The last token of a
+    row predicts none, so a window of 18 is the longest that shows."""
+    config = ALL[family] | {"sliding_window": window}
+    lm, plain = ready(tiny.causal_lm(family, **config), torch.float32), tiny.causal_lm(family, **config)
+    packing.detect_support(lm, unsharded=True)  # type: ignore[arg-type]
+    assert packing.packs(lm, window) and not packing.packs(lm, window + 1)  # type: ignore[arg-type]
+    generate = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": -1, "pad_token_id": tiny.PAD})
+    draws = uniforms([(0, row) for row in range(4)], 11)
+    rollout = generate(lm, tiny.prompts([4, 9, 6, 9]), SamplingOptions(response_length=11), draws)
+    with torch.no_grad():
+        scored, expected = (Policy(each)(rollout.sequences).logprobs for each in (lm, plain))  # type: ignore[arg-type]
+    assert packing.packs_rows(lm, rollout.sequences) == (window == 20)  # type: ignore[arg-type]
+    assert (scored - expected).abs().max() < 1e-5
+    assert (rollout.sampled_logprobs - expected[:, 9:]).abs().max() < 1e-5
 
 
 @families
