@@ -53,9 +53,9 @@ def evaluate(scored: Tensor, learning_rate: float) -> Metrics:
     """
     pairs, (chosen, rejected, weight, length_gap) = scored[:, :2], scored.unbind(1)
     require_finite(pairs, learning_rate)
-    share = weight / weight.sum()
-    loss = losses.pairwise_logistic(chosen, rejected, count=1.0, weight=share)
-    metrics = losses.pair_metrics(chosen, rejected, 1.0, share)
+    weight = weight / weight.mean()
+    loss = losses.pairwise_logistic(chosen, rejected, weight=weight)
+    metrics = losses.pair_metrics(chosen, rejected, weight=weight)
     return {
         "eval_accuracy": metrics["accuracy"].item(),
         "eval_loss": loss.item(),

@@ -309,7 +309,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
 
     @model_validator(mode="after")
     def _vf_coef_joins_two_losses(self) -> Self:
-        if self.vf_coef != UpdateOptions.model_fields["vf_coef"].default and self.critic_model != SHARED:
+        if self.vf_coef != type(self).model_fields["vf_coef"].default and self.critic_model != SHARED:
             raise ValueError(
                 f"vf_coef {self.vf_coef:g}: expected critic_model shared; a critic that is a model of its own has its "
                 "own optimizer, with critic_learning_rate"

@@ -57,7 +57,7 @@ def gather(
     if len({*counts}) > 1 or counts[0] < minibatches or (len(counts) > 1 and counts[0] % minibatches):
         raise UserError(
             f"select: the algorithm chose {', '.join(map(str, counts))} responses on ranks 0 to {len(counts) - 1}; "
-            f"expected as many on every rank, and a multiple of --num-mini-batches {minibatches}"
+            f"expected as many on every rank and at least --num-mini-batches {minibatches}, on several ranks a multiple"
         )
     if len(by_rank) == 1:
         return credited, indices

@@ -21,7 +21,7 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, objec
     `--name VALUE`, `--name=VALUE`, `--flag`, `--flag true`, `--no-flag`, and `--list VALUE VALUE` up to the next
     option. The last of two wins. Words before the first option, or after the value of one that takes a single value,
     are those of `cls.POSITIONAL`.
-    Raises: UserError for unknown options, all in one line, a value that is missing, or one too many.
+    Raises: UserError for a value that is missing, else for unknown options, all in one line, or a word too many.
     """
     known, rest, bare = dict(options(cls)), list(words), []
     unknown: list[str] = []

@@ -83,7 +83,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -95,7 +95,7 @@ def attention(
     """transformers' sdpa attention, on GPUs too.
 
     q [B, heads, S, d], k and v [B, fewer or as many heads, L, d] -> [B, S, heads, d].
-    mask: None = causal; bool, True if one of S tokens sees one of L; or an additive mask. [B, 1, S, L]
+    attention_mask: None = causal; bool, True if one of S tokens sees one of L; or an additive mask. [B, 1, S, L]
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
     single: a replacement of `one_token`, used if S is 1 and the mask is None or bool.
     packed: a replacement of `layout.attend`.
@@ -109,15 +109,15 @@ def attention(
             return attended, None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
         return layout.padded.attend_padded(attend, q, k, v), None
-    if plain and q.shape[2] == 1 and (mask is None or mask.dtype == torch.bool):
-        return (single or one_token)(q, k, v, mask, scale), None
+    if plain and q.shape[2] == 1 and (attention_mask is None or attention_mask.dtype == torch.bool):
+        return (single or one_token)(q, k, v, attention_mask, scale), None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     learned = q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if plain and learned and causal and q.dtype == torch.bfloat16 and q.shape[2] == k.shape[2]:
-        outputs: Tensor = _Causal.apply(q, k, v, mask, scale)
+        outputs: Tensor = _Causal.apply(q, k, v, attention_mask, scale)
         return outputs.transpose(1, 2).contiguous(), None
     more: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-    return sdpa_attention_forward(module, q, k, v, mask, **more, **options)
+    return sdpa_attention_forward(module, q, k, v, attention_mask, **more, **options)
 
 
 def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -54,6 +54,8 @@ def reach(config: PretrainedConfig) -> float:
     infinite without any, 0 with a recurrent state."""
     if getattr(config, "window_size", None) is not None:  # GPT-Neo: its cache has all tokens
         return 0.0
+    if "recurrent" in getattr(config, "layers_block_type", ()):  # RecurrentGemma: transformers 5.17 hides these layers
+        return 0.0
     return min(map(_reach_of_layer, DynamicCache(config=config).layers))
 
 

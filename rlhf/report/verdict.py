@@ -83,7 +83,8 @@ def changes(stage: StageRecord) -> list[Change]:
     """The results that the stage has recorded. A judge that is also a source of the reward is not independent."""
     results = stage.declaration.report.results
     sources = [spec for r in results if r.option and not r.independent for spec in stage.config.get(r.option) or ()]
-    trained = {*sources, *(source for weight, _, source in (spec.partition("*") for spec in sources) if weight != "0")}
+    weighted = [spec.partition("*") for spec in sources]
+    trained = {*sources, *(source for weight, _, source in weighted if weight.strip("0."))}
     changed = (
         _change(stage, replace(r, independent=r.independent and _named(stage, r) not in trained)) for r in results
     )

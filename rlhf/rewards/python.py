@@ -19,7 +19,7 @@ ANSWERS = "answers"
 DEFAULT = "score"
 """the function of a file that the spec names alone"""
 EXPECTED = "function(prompts, responses, **columns)"
-MISPLACED = (("responses", "completions", "queries"), ("prompts",))
+MISPLACED = (("responses", "completions"), ("prompts",))
 """names that the first parameter, which gets the prompts, and the second cannot have: those of TRL and OpenRLHF"""
 
 

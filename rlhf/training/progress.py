@@ -129,10 +129,10 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
     Python files, those of a `module:function` too, and chat templates; models in `inputs` that no stage made; models of
     score sources (`learned,model=M`), of a stage or not. What such a file imports is not compared.
     """
-    text = json.dumps(options.model_dump(mode="json"), ensure_ascii=False)
-    words = set(re.split(r"[\s\"\[\]{},:=*]+", text))
+    words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
     template = getattr(options, "chat_template", None)
-    modules = re.findall(r"(?<![^\"*=])([A-Za-z_][\w.]*):[A-Za-z_]\w*(?=\")", text)
+    sources = json.dumps([getattr(options, name, None) for name in ("reward", "judge")])
+    modules = re.findall(r"(?<![^\"*=])([A-Za-z_][\w.]*)(?<!\.py):[A-Za-z_]\w*(?=\")", sources)
     digests = {name: str(manifests.digest(file)["sha256"]) for name in modules if (file := plugins.module_file(name))}
     models = {*inputs.values()}
     for word in sorted(words - {"", options.output_dir} | models):

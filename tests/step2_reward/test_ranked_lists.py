@@ -52,6 +52,7 @@ def test_held_out_pairs_count_by_their_weights() -> None:
     for scale in (1.0, 0.1):
         metrics = heldout.evaluate(scored * torch.tensor([1.0, 1.0, scale, 1.0]), 0.1)
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert heldout.evaluate(scored[:1].expand(49, -1), 0.1)["eval_accuracy"] == 1.0
 
 
 @pytest.mark.parametrize(("pair_scores", "micro"), [(score_separately, 3), (score_joined, 40)], ids=["apart", "joined"])

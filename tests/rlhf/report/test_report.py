@@ -162,7 +162,7 @@ def test_the_verdict_follows_the_judge(
     [
         ("[learned, my_judge.py:score]", " by the judge that it was trained on."),
         ("['0.5*my_judge.py:score']", " by the judge that it was trained on."),
-        ("[learned, '0*my_judge.py:score']", "."),
+        ("[learned, '0.0*my_judge.py:score']", "."),
     ],
 )
 def test_a_judge_that_is_also_a_reward_is_not_independent(sources: str, by: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Files, models and stages of the user that change between a run's end and the same command."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,12 @@ def test_files_in_score_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (here / "rm/config.json").write_text("{}")
     sources = (
         f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3",
-        "2*of_theirs.rules:f", "nothing.py:here", "data.sources.demo:true_score", "nowhere.rules:f",
+        "2*of_theirs.rules:f", "mine.py:score", "nothing.py:here", "data.sources.demo:true_score", "nowhere.rules:f",
     )  # fmt: skip
     options = ppo_options().model_copy(update={"reward": sources, "judge": "python,function=of_theirs.judges:g"})
     digests = progress.user_files(options, {})
-    assert set(digests) == {f"{here}/mine.py", f"{here}/rm", "of_theirs.rules", "of_theirs.judges"}
+    assert set(digests) == {f"{here}/mine.py", "mine.py", f"{here}/rm", "of_theirs.rules", "of_theirs.judges"}
+    assert "mine" not in sys.modules, "a file is executed once, as a plug-in"
     (here / "rm/config.json").write_text("{ }")
     (here / "of_theirs/judges.py").write_text("def g(prompts, responses): return [0.0] * len(prompts)")
     assert {path for path, digest in progress.user_files(options, {}).items() if digests[path] != digest} == {
