@@ -14,6 +14,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 Model = PreTrainedModel | type[PreTrainedModel]
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 """the argument of a forward pass for the cache: since 5.24, and before"""
+READS_PADDING = "recurrent_gemma"
+"""the model type whose recurrent layers read padding, so that it cannot sample rows of unequal length"""
 
 
 def has_argument(model: Model, argument: str) -> bool:
@@ -41,7 +43,7 @@ def has_attention(config: PretrainedConfig) -> bool:
 
 def has_key_value_cache(model: Model, config: PretrainedConfig) -> bool:
     """Whether a model, or class, can generate with keys and values: Mamba and its like have a cache without any."""
-    return cache_argument(model) is not None and has_attention(config)
+    return cache_argument(model) is not None and has_attention(config) and config.model_type != READS_PADDING
 
 
 def class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -54,7 +56,7 @@ def reach(config: PretrainedConfig) -> float:
     infinite without any, 0 with a recurrent state."""
     if getattr(config, "window_size", None) is not None:  # GPT-Neo: its cache has all tokens
         return 0.0
-    if "recurrent" in getattr(config, "layers_block_type", ()):  # RecurrentGemma: transformers 5.17 hides these layers
+    if config.model_type == READS_PADDING:  # transformers 5.17 lists only the windows of its other layers
         return 0.0
     return min(map(_reach_of_layer, DynamicCache(config=config).layers))
 

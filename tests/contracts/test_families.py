@@ -134,7 +134,7 @@ def test_roles_on_one_trunk_do_not_see_each_other(family: str, tmp_path: Path) -
         assert (first - expected).abs().max() < 1e-5 and torch.equal(policy(ROWS)[0], first)
 
 
-WITHOUT_CLASSIFIER = {"granite", "cohere", "cohere2", "olmo2", "olmoe", "gpt_bigcode", "ernie4_5"}
+WITHOUT_CLASSIFIER = {"lfm2", "granite", "cohere", "cohere2", "olmo2", "olmoe", "gpt_bigcode", "ernie4_5"}
 
 
 @pytest.mark.parametrize("family", sorted(families.RECURRENT))

@@ -44,6 +44,11 @@ ALL: dict[str, dict[str, Any]] = {
     "seed_oss": {**_COMMON, "head_dim": 8},
     "helium": {**_COMMON, "head_dim": 8},
     "gpt_oss": {**_COMMON, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_5_text": {
+        **_COMMON, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention"], "block_ff_dim": 64, "block_multiple_of": 8},
     "deepseek_v2": {**LATENT, "n_shared_experts": 1, "topk_method": "greedy", "first_k_dense_replace": 1},
     "deepseek_v3": LATENT,
 }  # fmt: skip
@@ -51,7 +56,8 @@ ALL: dict[str, dict[str, Any]] = {
 WINDOWED = {"cohere2", "exaone4", "gemma3_text", "mistral"}
 """Those that pack rows up to their window."""
 RECURRENT: dict[str, dict[str, Any]] = {
+    "recurrent_gemma": {**_COMMON, "num_hidden_layers": 3, "lru_width": WIDTH, "attention_window_size": 64},
     "mamba": {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4},
     "rwkv": {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 2, "context_length": CONTEXT},
 }
-"""Those without a key-value cache: step 3 refuses them."""
+"""Those without a key-value cache, or whose layers read padding: step 3 refuses them."""
