@@ -182,8 +182,8 @@ def test_a_saved_dataset(saved: Path) -> None:
 
 
 def call(name: str, **arguments: object) -> dict[str, object]:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": arguments}]}
-    return {"messages": [call], "tools": [{"name": name, "parameters": {key: {"type": "text"} for key in arguments}}]}
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"name": name, "arguments": arguments}]}
+    return {"messages": [turn], "tools": [{"name": name, "parameters": {key: {"type": "text"} for key in arguments}}]}
 
 
 def test_a_call_in_an_arrow_table_has_no_arguments_of_other_functions(tmp_path: Path) -> None:
