@@ -8,7 +8,8 @@ Results worth keeping go to benchmarks/results/ (`--output`).
 |---|---|
 | ppo | OPT-1.3B with a reward model of 350M, 256 + 256 tokens, beside DeepSpeed-Chat; its memory beside the plan |
 | profile | the kernels of decode steps, scoring and the update |
-| sweep | the same with other batches and micro-batches |
+| compiled | the first part with compiled layers |
+| sweep | the same with other batches and micro-batches, and with log-probs of sampling (`--ppo.rescore` off) |
 | rates | what bounds them: memory, products, the host, the optimizer step |
 | decode | share of the memory bandwidth in decode steps, eager and compiled, and whether the tokens are the same |
 | determinism | bits of a backward pass, with `--deterministic` and without |
@@ -141,9 +142,10 @@ def beside_trl(name: str, options: Options, results: Results) -> None:
 
 
 PARTS: dict[str, Callable[[Options, Results], None]] = {
-    "ppo": gpu_ppo.ppo, "profile": gpu_ppo.profile, "sweep": gpu_ppo.sweep, "rates": gpu_device.rates,
-    "decode": gpu_device.decode, "determinism": gpu_device.determinism, "train": train, "resume": resume, "demo": demo,
-    "tests": tests, **{f"trl-{name}": partial(beside_trl, name) for name in BENCHMARKS},
+    "ppo": gpu_ppo.ppo, "profile": gpu_ppo.profile, "compiled": partial(gpu_ppo.ppo, compiled=True),
+    "sweep": gpu_ppo.sweep, "rates": gpu_device.rates, "decode": gpu_device.decode,
+    "determinism": gpu_device.determinism, "train": train, "resume": resume, "demo": demo, "tests": tests,
+    **{f"trl-{name}": partial(beside_trl, name) for name in BENCHMARKS},
 }  # fmt: skip
 
 

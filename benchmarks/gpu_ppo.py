@@ -19,8 +19,8 @@ from benchmarks.harness import clock
 PUBLISHED = 3213
 """tokens per second and GPU: DeepSpeed-Chat, 264,292 rows of 512 tokens in 11.7 h on one A100 of 80 GB"""
 PARTS = ("generate", "score", "update")
-SWEEP = ((64, 16), (64, 32), (256, 16), (256, 32), (64, 4))
-"""rows of an iteration, and of a micro-batch, beside the headline's"""
+SWEEP = ((64, 16, True), (64, 32, True), (256, 16, False), (256, 16, True), (256, 32, True))
+"""rows of an iteration and of a micro-batch, whether the policy scores its responses again (`--ppo.rescore`)"""
 PROFILED_TOKENS = 12
 
 
@@ -74,13 +74,14 @@ class Iterations:
         scalar = forward_flops(sizes.size(self.reward, "scalar"), c.batch_size, tokens, 0)
         return {"score": policy * (1 + c.rescore) + 2 * scalar, "update": 3 * (policy + scalar)}
 
-    def with_rows(self, rows: int, micro: int) -> "Iterations":
+    def with_rows(self, rows: int, micro: int, rescore: bool) -> "Iterations":
         """The same models with other batches."""
-        changes = {"batch_size": rows, "micro_batch_size": micro, "rollout_batch_size": rows}
-        return replace(self, learner=replace(self.learner, config=self.config.model_copy(update=changes)))
+        changes = {"batch_size": rows, "micro_batch_size": micro, "rollout_batch_size": rows, "rescore": rescore}
+        learner, config = self.learner, self.config.model_copy(update=changes)
+        return replace(self, learner=replace(learner, config=config, scorer=replace(learner.scorer, rescore=rescore)))
 
 
-def configured(options: Options) -> tuple[Any, str, str]:
+def configured(options: Options, compiled: bool) -> tuple[Any, str, str]:
     """Options of step 3, the policy, the reward model."""
     from rlhf import plugins
 
@@ -90,27 +91,27 @@ def configured(options: Options) -> tuple[Any, str, str]:
         actor_model=actor, reward_model=reward, critic_model=reward, batch_size=batch, micro_batch_size=micro,
         rollout_batch_size=batch, max_prompt_length=prompt, response_length=response, num_ppo_epochs=1,
         num_mini_batches=1, total_episodes=100 * batch, output_dir=str(Path(options.work) / "run"), zero_stage=0,
-        dtype="auto", eval_batch_size=batch,
+        dtype="auto", eval_batch_size=batch, torch_compile=compiled,
     )  # fmt: skip
     return config, actor, reward
 
 
 @contextlib.contextmanager
-def opened(options: Options) -> Iterator[Iterations]:
+def opened(options: Options, compiled: bool = False) -> Iterator[Iterations]:
     """Step 3 with its models on the device; responses have no end."""
     from rlhf.distributed import collectives
     from rlhf.generation import open_backend
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
     from step3_ppo.models import set_up
 
-    config, actor, reward = configured(options)
+    config, actor, reward = configured(options, compiled)
     with collectives.process_group(config.timeout_s):
         learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"), None)
         endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=0)
         yield Iterations(replace(learner, backend=endless), actor, reward)
 
 
-def ppo(options: Options, results: Results) -> None:
+def ppo(options: Options, results: Results, compiled: bool = False) -> None:
     """Iterations of 64 rows in micro-batches of 8; peak memory beside the plan."""
     from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
@@ -118,9 +119,9 @@ def ppo(options: Options, results: Results) -> None:
     from step3_ppo.plan import workload
 
     device = describe_machine(PlanOptions(), 1)
-    planned = forecast(workload(configured(options)[0], device.device.kind, {}), device)
+    planned = forecast(workload(configured(options, compiled)[0], device.device.kind, {}), device)
     results.add(planned_peak_gb=planned.peak / 1e9, moment=planned.peak_moment.name)
-    with opened(options) as iterations:
+    with opened(options, compiled) as iterations:
         results.add(**iterations.measured(1 if options.tiny else 3))
         if torch.cuda.is_available():
             results.add(peak_gb=torch.cuda.max_memory_allocated() / 1e9)
@@ -129,9 +130,10 @@ def ppo(options: Options, results: Results) -> None:
 def sweep(options: Options, results: Results) -> None:
     """Other numbers of rows in an iteration and in a micro-batch."""
     with opened(options) as iterations:
-        for rows, micro in ((4, 1),) if options.tiny else SWEEP:
-            numbers = iterations.with_rows(rows, micro).measured(1)
-            results.add(**{f"{rows}_{micro}_{name}": value for name, value in numbers.items()})
+        for rows, micro, rescore in ((4, 1, False),) if options.tiny else SWEEP:
+            numbers = iterations.with_rows(rows, micro, rescore).measured(1)
+            name = f"{rows}_{micro}" if rescore else f"{rows}_{micro}_once"
+            results.add(**{f"{name}_{key}": value for key, value in numbers.items()})
 
 
 def profile(options: Options, results: Results) -> None:
