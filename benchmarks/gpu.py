@@ -125,10 +125,11 @@ def resume(options: Options, results: Results) -> None:
 
 
 def tests(options: Options, results: Results) -> None:
-    """The tests of tensor code, one folder after the other, on the GPU."""
+    """The tests of tensor code, one folder after the other, on the GPU, by up to 12 processes."""
+    workers = str(min(12, os.cpu_count() or 1))
     for name in TINY_TESTS if options.tiny else TESTS:
         accelerator = "cpu" if options.tiny else "cuda"
-        command = ["-m", "pytest", "-q", "-n", "0", "--maxfail", "20", f"tests/{name}"]
+        command = ["-m", "pytest", "-q", "-n", workers, "--dist", "loadfile", "--tb", "line", f"tests/{name}"]
         results.add_code(name, _run(command, DS_ACCELERATOR=accelerator))
 
 
