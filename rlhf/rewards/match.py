@@ -15,10 +15,15 @@ from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of_rows
 from rlhf.types import Row, Samples
 
-# A hyphen between words or digits (3-4) is not a sign; a comma, in LaTeX also {,} or ,\!, separates thousands only if
-# three digits follow.
+# A space, a comma, or one of LaTeX's forms separates thousands if three digits follow.
+DIGITS = (
+    r"(?:(?:\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,;]|[ \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}])\d{3})+(?!\d)|\d+)"
+    r"(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
+)
+# Sign, whole part of 2 1/2, numerator, denominator. A hyphen between words or digits (3-4) is not a sign.
 NUMBER = re.compile(
-    r"((?:(?<![\w)])[-\N{MINUS SIGN}])?)[$€£¥]?((?:\d+(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"((?<![\w)}\]])[-\N{MINUS SIGN}])?\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
+    rf"(?P<frac>\\[dt]?frac\{{?)?((?(frac)-?){DIGITS})(?(frac)\}}?\{{?({DIGITS})|(?: ?/ ?({DIGITS}))?)"
 )
 EVERYTHING = r"(?s).+"
 
@@ -28,11 +33,11 @@ class Config(Base):
     """column with the right result, or with a list of right results; by default `answer`, or, if no row has that,
     `reference`, the response in the data"""
     compare: Literal["number", "text"] = "number"
-    """number: compare the values of the last number in both, so that $1,200 equals 1200.00; text: compare the texts
-    without regard to case and white space"""
+    """number: compare the values of the last number in both, so that $1,200 equals 1200.00, 3/4 equals 0.75, and 50%
+    equals 50; text: compare the texts without regard to case and white space"""
     pattern: str = EVERYTHING
-    """regular expression of the result in a response: its last match, or the group in it, counts; by default all text
-    after a thought. Quote it if it has a #, as in pattern='#### (.+)'"""
+    """regular expression of the result in a response, without its thought: its last match, or the group in it, counts;
+    by default all of it, unless it was cut. Quote it if it has a #, as in pattern='#### (.+)'"""
     column_pattern: str = r"(?s)(?:.*####)?(.+)"
     """the same for the column; by default the text after the last ####, or all text if there is none"""
     right: float = Field(1.0, allow_inf_nan=False)
@@ -53,14 +58,18 @@ class Config(Base):
 
 
 def build(config: Config, context: Context) -> Source:
-    """`right` or `wrong` for each response. A response without a result is wrong; a row without one is an error."""
+    """`right` or `wrong` for each response. A response without a result is wrong; a row without one is an error.
+
+    The last number of a response that was cut is no result, unless a `pattern` says what is one.
+    """
     normalize = _normalize(config)
 
     def score(samples: Samples) -> Tensor:
         values = []
-        responses = samples.answers if config.pattern == EVERYTHING else samples.responses
-        for response, accepted in zip(responses, right_results(config, samples.rollout.rows), strict=True):
-            matched = last_match(config.pattern, response)
+        ended = samples.rollout.ended | (config.pattern != EVERYTHING)
+        results = right_results(config, samples.rollout.rows)
+        for answer, whole, accepted in zip(samples.answers, ended.tolist(), results, strict=True):
+            matched = last_match(config.pattern, answer) if whole else None
             result = None if matched is None else normalize(matched)
             values.append(config.right if result is not None and result in accepted else config.wrong)
         return torch.tensor(values, device=context.device)
@@ -88,12 +97,17 @@ def last_match(pattern: str, text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """The last number in `text`, without currency and commas between thousands."""
-    numbers = NUMBER.findall(text)
-    if not numbers:
+    """The last number in `text`; a fraction is its value, and currency, percent sign and separators of thousands go."""
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    if not last:
         return None
-    sign, digits = numbers[-1]
-    return Decimal(("-" if sign else "") + re.sub(r"[^\d.]", "", digits))
+    sign, whole, _, *parts = last[0].groups()
+    value, *denominator = (Decimal(re.sub(r"[^\d.eE+-]", "", part)) for part in parts if part)
+    if not all(denominator):
+        return None
+    if denominator:
+        value = Decimal(whole or 0) + value / denominator[0]
+    return value.copy_negate() if sign else value
 
 
 def normalized_text(text: str) -> str | None:
@@ -102,9 +116,7 @@ def normalized_text(text: str) -> str | None:
 
 
 def _accepted(item: object, row: Row, cell: object, config: Config) -> Any:
-    text = str(item) if isinstance(item, str | int) else ""
-    if isinstance(item, float):
-        text = f"{Decimal(str(item)):f}"  # without an exponent, whose digits would be read as a number
+    text = str(item) if isinstance(item, str | int | float) else ""
     matched = last_match(config.column_pattern, text)
     result = None if matched is None else _normalize(config)(matched)
     if result is None:

@@ -231,6 +231,7 @@ class Template:
         if not separator and not opened:
             return Message("assistant", text)
         thought = (thought if separator else whole).strip().removeprefix(opening).strip()
+        answer = answer.partition(opening or "<think>")[0]  # a second thought may have no end
         answer = self._without_spaces(answer.lstrip()) if separator else ""
         return Message("assistant", answer, {"reasoning_content": thought} if thought else {})
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from data.sources import files
 from rlhf import rewards
@@ -15,8 +16,10 @@ from rlhf.rewards.match import normalized_text, number
 from tests.rlhf.rewards.responses import context, rollout, samples
 
 
-def scores(spec: str, responses: list[str], cells: list[Any], column: str = "answer") -> list[float]:
-    r = rollout()
+def scores(
+    spec: str, responses: list[str], cells: list[Any], column: str = "answer", ended: bool = True
+) -> list[float]:
+    r = replace(rollout(), ended=torch.full((3,), ended))
     rows = tuple(replace(row, columns={column: cell}) for row, cell in zip(r.rows, cells, strict=True))
     s = replace(samples(replace(r, rows=rows)), responses=tuple(responses), answers=tuple(responses))
     last_match: list[float] = rewards.open_source(spec, context(Path()))(s).tolist()
@@ -43,13 +46,31 @@ def scores(spec: str, responses: list[str], cells: list[Any], column: str = "ans
         ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
         ("€ 20", "20"),
         ("007", "7"),
+        ("1 000", "1000"),
+        ("in 2020 100 came", "100"),
+        (r"10\,000", "10000"),
+        ("1e5", "100000"),
+        ("-2.5E-3 m", "-0.0025"),
+        ("3/4", "0.75"),
+        ("-1/8.", "-0.125"),
+        ("2 1/2 cups", "2.5"),
+        (r"$\frac{3}{4}$", "0.75"),
+        (r"-\dfrac{3}{4}", "-0.75"),
+        (r"\boxed{\frac{-3}{4}}", "-0.75"),
+        (r"\tfrac34", "0.75"),
+        (r"-2\frac{1}{2}", "-2.5"),
+        ("on 7/8/2024", "2024"),
+        (r"50\%", "50"),
+        ("$1,000.00", "1000"),
+        (r"-\$5", "-5"),
+        (r"\frac{1}{2}-3", "3"),
     ],
 )
 def test_the_last_number(text: str, expected: str) -> None:
     assert number(text) == Decimal(expected)
 
 
-@pytest.mark.parametrize("text", ["", "none", "...", "- $ ,"])
+@pytest.mark.parametrize("text", ["", "none", "...", "- $ ,", "3/0"])
 def test_no_number(text: str) -> None:
     assert number(text) is None
 
@@ -59,6 +80,21 @@ def test_gsm8k() -> None:
     assert scores("match", ["24 + 48 = 72", "$1200.00", "it is -2"], cells) == [1.0, 1.0, 1.0]
     assert scores("match", ["72 and then 73", "12", "2"], cells) == [0.0, 0.0, 0.0]
     assert scores("match,right=2,wrong=-0.5", ["72", "", "nothing"], cells) == [2.0, -0.5, -0.5]
+    thirds = ["1/3", r"\frac{2}{6}", "0.333"]
+    assert scores("match", thirds, [r"#### \frac13"] * 3) == [1.0, 1.0, 0.0]
+
+
+def test_the_last_number_of_a_cut_response_is_no_result() -> None:
+    assert scores("match", ["72"] * 3, ["72"] * 3, ended=False) == [0.0] * 3
+    assert scores("match,pattern='#### (.+)'", ["#### 72", "72", ""], ["72"] * 3, ended=False) == [1.0, 0.0, 0.0]
+
+
+def test_a_pattern_does_not_find_a_result_in_a_thought() -> None:
+    s = samples(replace(rollout(), rows=tuple(replace(row, columns={"answer": "7"}) for row in rollout().rows)))
+    s = replace(
+        s, responses=("<think>it is 7", "<think>it is 7</think>it is 8", "it is 7"), answers=("", "it is 8", "it is 7")
+    )
+    assert rewards.open_source("match,pattern=is (.+)", context(Path()))(s).tolist() == [0.0, 0.0, 1.0]
 
 
 def test_gsm8k_as_its_file_is_read(tmp_path: Path) -> None:
@@ -67,7 +103,7 @@ def test_gsm8k_as_its_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(record))
     for options in ({}, {"shape": "prompt", "prompt": "question"}):
         (row,) = files.build(files.Config(**options), str(tmp_path / "gsm8k.jsonl")).rows("ppo")
-        r = replace(rollout(), rows=(row,) * 3)  # type: ignore[arg-type]
+        r = replace(rollout(), rows=(row,) * 3, ended=torch.ones(3, dtype=torch.bool))  # type: ignore[arg-type]
         s = replace(samples(r), responses=("72", "7", "#### 72"), answers=("72", "7", "#### 72"))
         assert rewards.open_source("match", context(Path()))(s).tolist() == [1.0, 0.0, 1.0]
 

@@ -182,6 +182,10 @@ def test_an_unended_thought_has_no_answer() -> None:
     assert template.response_text(template.turn_ids(Row((USER,)), ANSWER)) == "It is."
     other = family("qwen3")
     assert other.answer(other.tokenizer.encode("\n<think>Hm, 2."), other.prompt_text((USER,))).content == ""
+    for second, content in {"</think>\n\n<think>Or 3.": "", "</think>It is 2. <think>Or 3.": "It is 2."}.items():
+        again, whole = (t.tokenizer.encode(f"<think>Hm.{second}") for t in (template, other))
+        assert template.answer(again, prompt).content.strip() == content
+        assert other.answer(whole, other.prompt_text((USER,))).content.strip() == content
 
 
 @pytest.mark.parametrize(
