@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from data.prepare.encode import Demonstration, Prompt
 from data.read.records import Phase
-from rlhf import generation, plugins, rewards
+from rlhf import generation, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
@@ -19,7 +19,7 @@ from rlhf.models import quantized
 from rlhf.models.load import require_context, require_decoder, require_generating
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, replicas
-from rlhf.rewards import learned, match
+from rlhf.rewards import learned
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
@@ -89,7 +89,7 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
     tokenizer, data = open_data(config, str(models.actor_model))
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
     _check_lengths(models, "reward_model" in resolved.planned, tokenizer, data)
-    _check_results(config, data)
+    _check_rows(config, data)
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")
@@ -223,10 +223,9 @@ def _check_lengths(
             learned.require_fitting(path, own_tokenizer, prompts)
 
 
-def _check_results(config: Step3Config, data: PhaseData[Prompt]) -> None:
-    """Raises: UserError if the source `match` finds no right result in a row, which the run may meet after hours."""
+def _check_rows(config: Step3Config, data: PhaseData[Prompt]) -> None:
+    """Raises: UserError for a row that a source cannot score."""
     trained = [rewards.split_weight(spec)[1] for spec in config.reward]
     for spec in source_specs(config):
-        if plugins.parse_spec(spec)[0] == "match":
-            parts = [data.train, data.evaluation] if spec in trained else [data.evaluation]
-            match.right_results(plugins.options("rlhf.rewards", spec), [item.row for part in parts for item in part])
+        parts = [data.train, data.evaluation] if spec in trained else [data.evaluation]
+        rewards.check_rows(spec, (item.row for part in parts for item in part))

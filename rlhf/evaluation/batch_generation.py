@@ -84,11 +84,14 @@ def policy_path(model_path: str) -> str:
     return resolve(resolve_model_path(model_path, "actor", "model"))
 
 
-def check_reward_spec(spec: str) -> None:
-    """Raises: UserError for `learned` without a model: outside a run there is no default reward model."""
+def check_reward_spec(spec: str, rows: Sequence[Row] = ()) -> None:
+    """Raises: UserError for `learned` without a model: outside a run there is no default reward model; or for a row
+    that the source cannot score."""
     name, _, _ = spec.partition(",")
     if name == "learned" and plugins.parse_spec(spec)[1].get("model") is None:
         raise UserError("--reward learned: no reward model is named; write --reward learned,model=DIR")
+    if rows:
+        rewards.check_rows(spec, rows)
 
 
 def require_output(folder: str | None, overwrite: bool) -> None:

@@ -58,9 +58,9 @@ class Responses:
 
 def check(options: EvaluateConfig) -> Comparison:
     """Check the options before any model is loaded. Raises: UserError."""
-    for spec in _score_sources(options):
-        check_reward_spec(spec)
     lines = read_prompts(str(options.prompts))
+    for spec in _score_sources(options):
+        check_reward_spec(spec, [row for _, row in lines])
     prompts = different(lines)  # a prompt that counted twice would make the intervals too narrow
     if len(prompts) < len(lines):
         repeated = f"{len(lines) - len(prompts)} of {len(lines)} rows repeat an earlier one and are left out"

@@ -76,9 +76,9 @@ def check(options: PairsConfig) -> tuple[list[str], PromptSet]:
 
     Raises: UserError.
     """
-    if options.reward is not None:
-        check_reward_spec(options.reward)
     prompts = read_prompts(str(options.prompts))
+    if options.reward is not None:
+        check_reward_spec(options.reward, [row for _, row in prompts])
     if not prompts:
         raise UserError(f"--prompts {options.prompts}: got no prompt, expected one or more")
     model_paths = [policy_path(policy) for policy in options.policies]

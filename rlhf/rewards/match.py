@@ -77,6 +77,11 @@ def build(config: Config, context: Context) -> Source:
     return score
 
 
+def check_rows(config: Config, rows: Sequence[Row]) -> None:
+    """Raises: UserError for a row without a right result."""
+    right_results(config, rows)
+
+
 def right_results(config: Config, rows: Sequence[Row]) -> list[list[Any]]:
     """The right results of each row, normalised. Raises: UserError for a row without one."""
     results = []

@@ -311,6 +311,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "prompts of another kind": (["--prompts", "p.csv"], ["--prompts p.csv", ".jsonl"]),
     "one prompt": (["--prompts", "one.txt"], ["--prompts one.txt", "got 1 prompts"]),
     "a prompt too long": (["--prompts", "long.txt"], ["long.txt:2", "61 tokens", "--response-length 10", "64"]),
+    "no result": (["--policies", "base", "./no", "--select-by", "match"], ["'match': no row has a column 'answer'"]),
     "no reward": (["--reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "no reward model": (["--reward", "learned"], ["--reward learned", "learned,model=DIR"]),
     "a judge that says nothing": (["--reward", "none.py"], ["none.py", "nan"]),

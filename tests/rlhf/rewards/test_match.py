@@ -127,6 +127,20 @@ def test_text_but_for_case_and_space() -> None:
     assert normalized_text(" \n ") is None
 
 
+def test_a_source_of_the_user_checks_its_rows(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "from rlhf.config import Config as Base\nfrom rlhf.errors import UserError\n"
+        "class Config(Base):\n    least: int = 1\ndef build(config, context): ...\n"
+        "def check_rows(config, rows):\n    if len(rows) < config.least:\n        raise UserError(f'{len(rows)}')\n"
+    )
+    rows = iter(rollout().rows)
+    with pytest.raises(UserError, match=r"^3$"):
+        rewards.check_rows(f"{source},least=4", rows)
+    rewards.check_rows(f"{source},least=3", rollout().rows)
+    rewards.check_rows("length,target=3", rollout().rows)
+
+
 @pytest.mark.parametrize(
     ("spec", "cells", "parts"),
     [
