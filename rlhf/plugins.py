@@ -254,8 +254,8 @@ def _require_callable(plugin: object, name: str, arguments: list[str], source: s
 class CatchUserCode:
     """A context that catches an exception of the user's code and stores it in `error`.
 
-    It catches sys.exit(0) too, which would end the stage as if it had finished. It does not catch a UserError, which
-    has its message already, an out-of-memory error, or any other exception that is not an Exception, such as Ctrl-C.
+    It catches sys.exit too, which would end the stage without a word. It does not catch a UserError, which has its
+    message already, an out-of-memory error, or any other exception that is not an Exception, such as Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -265,10 +265,9 @@ class CatchUserCode:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        ends_as_finished = isinstance(error, SystemExit) and not error.code
-        if isinstance(error, UserError) or not (isinstance(error, Exception) or ends_as_finished):
+        if isinstance(error, UserError) or not (isinstance(error, Exception) or type(error) is SystemExit):
             return False
-        if error is None or errors.is_out_of_memory(error):
+        if errors.is_out_of_memory(error):
             return False
         self.error = error
         return True

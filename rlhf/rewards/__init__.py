@@ -153,7 +153,7 @@ def open_unchecked(spec: str, context: Context) -> Source:
     source = plugins.conforming(built, Source, spec)
 
     def score(samples: Samples) -> Tensor:
-        scores = source(samples)
+        scores = plugins.call(spec, "score", source, samples) if name.endswith(".py") else source(samples)
         if not isinstance(scores, Tensor):
             raise UserError(f"reward '{spec}': got {type(scores).__name__}, expected a tensor of scores, [B]")
         if scores.shape != (len(samples.responses),):

@@ -38,12 +38,16 @@ PATIENCE_S = 5.0
 """a rank with no error of its own waits this long for the launcher to end it, so that it prints nothing"""
 
 
+class Requeue(SystemExit):
+    """Of a signal, unlike sys.exit in the user's code."""
+
+
 @contextlib.contextmanager
 def requeue_on_signal() -> Iterator[None]:
     """Between stages, SIGUSR1 ends the chain with code REQUEUE, because there is nothing to save."""
 
     def leave(*_: object) -> NoReturn:
-        raise SystemExit(REQUEUE)
+        raise Requeue(REQUEUE)
 
     before = signal.signal(signal.SIGUSR1, leave)
     try:

@@ -149,6 +149,7 @@ def test_any_sequence_of_numbers_will_do(tmp_path: Path, value: str) -> None:
         ("def score(p, r): return [10**400, 1, 2]", "got list, expected a list of numbers (int too large to convert"),
         ("def score(p, r): return [1, 2, -float('inf')]", "got -inf for prompt"),
         ("def score(p, r): raise SystemExit", "mine.py:1: in score: SystemExit:, for prompt"),
+        ("def score(p, r): raise SystemExit(3)", "mine.py:1: in score: SystemExit: 3, for prompt"),
         ("def points(p, r): return [1, 2, 3]", "no function 'score'"),
         ("class Config: pass", "or Config and build(config, context)"),
         ("score = [1, 2, 3]", "no function 'score'"),
@@ -205,6 +206,13 @@ def test_columns_called_prompts_and_responses_are_no_arguments(tmp_path: Path) -
 def test_a_source_that_returns_a_list(tmp_path: Path) -> None:
     text = "from rlhf.config import Config\ndef build(config, context): return lambda samples: [1.0] * 3"
     with pytest.raises(UserError, match=r"mine\.py.*: got list, expected a tensor of scores, \[B\]"):
+        score_by(tmp_path, text)
+
+
+@pytest.mark.parametrize("error", ["SystemExit(3)", "KeyError('x')"])
+def test_a_source_that_fails_is_named(tmp_path: Path, error: str) -> None:
+    text = f"from rlhf.config import Config\ndef fail(samples): raise {error}\ndef build(config, context): return fail"
+    with pytest.raises(UserError, match=r"mine\.py: score: .*mine\.py:2: in fail: (SystemExit: 3|KeyError: 'x')$"):
         score_by(tmp_path, text)
 
 

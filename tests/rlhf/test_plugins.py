@@ -201,7 +201,7 @@ def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
             "import, and PYTHONPATH={path.parent} before the command",
         ),
         ("def f():\n    return {}['x']\nf()\n", "{path}:2: in f: KeyError: 'x'"),
-        ("import sys\nsys.exit(0)\n", "{path}:2: in <module>: SystemExit: 0"),
+        ("import sys\nsys.exit(3)\n", "{path}:2: in <module>: SystemExit: 3"),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_one_line(tmp_path: Path, source: str, message: str) -> None:

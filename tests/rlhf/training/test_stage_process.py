@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils import deterministic
 
+from rlhf import plugins
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
@@ -37,7 +38,7 @@ def stage_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
 
 
 def test_between_stages_usr1_asks_to_be_started_again() -> None:
-    with pytest.raises(SystemExit) as ended, stage_process.requeue_on_signal():
+    with pytest.raises(SystemExit) as ended, stage_process.requeue_on_signal(), plugins.CatchUserCode():
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(1)
     assert ended.value.code == REQUEUE
