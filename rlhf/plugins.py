@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import pkgutil
 import re
 import sys
@@ -149,6 +150,34 @@ def parse_spec(spec: Spec) -> tuple[str, Tree]:
             raise UserError(f"'{spec}': got '{pair}', expected option=value after the name")
         options[key.strip().replace("-", "_")] = _value(spec, value)
     return name.strip(), options
+
+
+def split_weight(spec: str) -> tuple[float, str]:
+    """`0.7*learned,model=M` as (0.7, `learned,model=M`); the default weight is 1.
+
+    Raises: UserError for a weight that is not a finite number, or no source after it.
+    """
+    if "*" not in spec.split(",")[0]:  # an option may contain *, in a regular expression
+        return 1.0, spec
+    text, _, source = spec.partition("*")
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"reward '{spec}': got the weight '{text}', expected a number, as in 0.7*learned")
+    if not source.strip():
+        raise UserError(f"reward '{spec}': got nothing after the weight, expected a source, as in 0.7*learned")
+    return weight, source.strip()
+
+
+def function_of(spec: str) -> tuple[str, str]:
+    """The file or module and the function of a source `file.py:function`, `module:function` or `python,function=...`.
+    The function is empty if the spec names none."""
+    name, options = parse_spec(spec)
+    name = str(options["function"]) if name == "python" and "function" in options else name
+    module, _, function = name.rpartition(":")
+    return (name, "") if name.endswith(".py") or not module else (module, function)
 
 
 def spec(name: str, **options: str) -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from data.prepare.encode import Demonstration, Prompt
 from data.read.records import Phase
-from rlhf import generation, rewards
+from rlhf import generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
@@ -225,7 +225,7 @@ def _check_lengths(
 
 def _check_rows(config: Step3Config, data: PhaseData[Prompt]) -> None:
     """Raises: UserError for a row that a source cannot score."""
-    trained = [rewards.split_weight(spec)[1] for spec in config.reward]
+    trained = [plugins.split_weight(spec)[1] for spec in config.reward]
     for spec in source_specs(config):
         parts = [data.train, data.evaluation] if spec in trained else [data.evaluation]
         rewards.check_rows(spec, (item.row for part in parts for item in part))

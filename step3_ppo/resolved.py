@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf import plugins, rewards
+from rlhf import plugins
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.storage.manifests import planned_start, resolve_model_path
@@ -94,7 +94,7 @@ def uses_reward_model(config: Step3Config) -> bool:
 def source_specs(config: Step3Config) -> list[str]:
     """The specs of all score sources, the judge included, without weights."""
     judge = [] if config.judge is None else [config.judge]
-    return [rewards.split_weight(spec)[1] for spec in config.reward] + judge
+    return [plugins.split_weight(spec)[1] for spec in config.reward] + judge
 
 
 def learned_models(config: Step3Config) -> list[str | None]:

@@ -48,7 +48,6 @@ from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
 from rlhf.models.traits import attention_options
 from rlhf.report.records import StageRecord, read_stage
-from rlhf.rewards import split_weight
 from rlhf.storage import manifests
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer, same_ids
@@ -320,7 +319,7 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
 def _scores(run: Recount, template: Template, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> Claim:
     """The claim on the scores, if they are those of one reward model with the policy's tokenizer. responses: ids of the
     prompt and of the response, and whether it has ended"""
-    (weight, spec), *others = [split_weight(spec) for spec in run.config["reward"]]
+    (weight, spec), *others = [plugins.split_weight(spec) for spec in run.config["reward"]]
     source, options = plugins.parse_spec(spec)
     if others or source != "learned" or set(options) - {"model"}:
         return Claim(f"score of the samples, by {' '.join(run.config['reward'])}", len(responses), None)

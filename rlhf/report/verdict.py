@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from rlhf import plugins
 from rlhf.config import Tree
 from rlhf.config.declaration import Declaration, Result
+from rlhf.hub import short_names
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import POWER, Interval, mean_interval, power, student_t, win_rate_interval
 from rlhf.maths.length_control import win_rate_at_equal_length
@@ -83,12 +85,23 @@ def changes(stage: StageRecord) -> list[Change]:
     """The results that the stage has recorded. A judge that is also a source of the reward is not independent."""
     results = stage.declaration.report.results
     sources = [spec for r in results if r.option and not r.independent for spec in stage.config.get(r.option) or ()]
-    weighted = [spec.partition("*") for spec in sources]
-    trained = {*sources, *(source for weight, _, source in weighted if weight.strip("0."))}
+    trained = [_source(source) for weight, source in map(plugins.split_weight, sources) if weight]
+    named = [str(_named(stage, r)) for r in results]
     changed = (
-        _change(stage, replace(r, independent=r.independent and _named(stage, r) not in trained)) for r in results
+        _change(stage, replace(r, independent=r.independent and _source(name) not in trained))
+        for r, name in zip(results, named, strict=True)
     )
     return [change for change in changed if change is not None]
+
+
+def _source(spec: str) -> tuple[Path, Tree]:
+    """What a score source is, however its file, module, function and model are spelled."""
+    (name, function), (_, options) = plugins.function_of(spec), plugins.parse_spec(spec)
+    if function and not name.endswith(".py"):
+        name = f"{name.replace('.', '/')}.py"
+    if "model" in options:
+        options["model"] = Path(short_names.resolve(str(options["model"]))).resolve()
+    return Path(name).resolve(), options | {"function": function or "score"}
 
 
 def _named(stage: StageRecord, result: Result) -> object:

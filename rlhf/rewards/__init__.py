@@ -200,7 +200,7 @@ def open_sources(
     than 0 that cannot be combined.
     """
     check_weights(specs, combine)
-    specs_with_weights = [split_weight(spec) for spec in specs]
+    specs_with_weights = [plugins.split_weight(spec) for spec in specs]
     names = _numbered([_source_name(spec) for _, spec in specs_with_weights])
     sources = [
         WeightedSource(name, weight, open_unchecked(spec, context), _offset(spec, context, combine))
@@ -221,7 +221,7 @@ def _offset(spec: str, context: Context, combine: Combine) -> float:
 
 def check_weights(specs: Sequence[str], combine: Combine) -> None:
     """Raises: UserError for no source with a weight other than 0, or only one as an ensemble."""
-    count = sum(split_weight(spec)[0] != 0 for spec in specs)
+    count = sum(plugins.split_weight(spec)[0] != 0 for spec in specs)
     if not count:
         raise UserError(f"reward: got {list(specs)}, expected at least one source whose weight is not 0")
     if combine == "uncertain" and count < 2:
@@ -229,25 +229,6 @@ def check_weights(specs: Sequence[str], combine: Combine) -> None:
             f"reward_combine uncertain: got {count} source, expected the members of an ensemble, as in "
             "learned,model=FIRST learned,model=SECOND"
         )
-
-
-def split_weight(spec: str) -> tuple[float, str]:
-    """`0.7*learned,model=M` as (0.7, `learned,model=M`); the default weight is 1.
-
-    Raises: UserError for a weight that is not a finite number, or no source after it.
-    """
-    if "*" not in spec.split(",")[0]:  # an option may contain *, in a regular expression
-        return 1.0, spec
-    text, _, source = spec.partition("*")
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UserError(f"reward '{spec}': got the weight '{text}', expected a number, as in 0.7*learned")
-    if not source.strip():
-        raise UserError(f"reward '{spec}': got nothing after the weight, expected a source, as in 0.7*learned")
-    return weight, source.strip()
 
 
 def _source_name(spec: str) -> str:

@@ -134,8 +134,8 @@ def _required(parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _load_function(spec: str) -> Function:
-    named = ":" in spec and not spec.endswith(".py")
-    module_name, _, function_name = spec.rpartition(":") if named else (spec, "", DEFAULT)
+    module_name, function_name = plugins.function_of(spec)
+    function_name = function_name or DEFAULT
     if module_name.endswith(".py"):
         module = plugins.load_file(module_name)
     else:

@@ -131,8 +131,9 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
     """
     words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
     template = getattr(options, "chat_template", None)
-    sources = json.dumps([getattr(options, name, None) for name in ("reward", "judge")])
-    modules = re.findall(r"(?<![^\"*=])([A-Za-z_][\w.]*)(?<!\.py):[A-Za-z_]\w*(?=\")", sources)
+    sources = [*(getattr(options, "reward", None) or ()), *filter(None, [getattr(options, "judge", None)])]
+    functions = [plugins.function_of(plugins.split_weight(source)[1]) for source in sources]
+    modules = [name for name, function in functions if function and not name.endswith(".py")]
     digests = {name: str(manifests.digest(file)["sha256"]) for name in modules if (file := plugins.module_file(name))}
     models = {*inputs.values()}
     for word in sorted(words - {"", options.output_dir} | models):

@@ -19,7 +19,7 @@ from rlhf.pages.numbers import UNKNOWN
 from rlhf.report import meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import MOST, sample_table
-from rlhf.report.verdict import changes, judge, stage_verdict
+from rlhf.report.verdict import _source, changes, judge, stage_verdict
 from rlhf.report.write import render_report
 from rlhf.storage.manifests import METRICS_VERSION
 from tests.support import programs, recorded_runs
@@ -163,6 +163,9 @@ def test_the_verdict_follows_the_judge(
         ("[learned, my_judge.py:score]", " by the judge that it was trained on."),
         ("['0.5*my_judge.py:score']", " by the judge that it was trained on."),
         ("[learned, '0.0*my_judge.py:score']", "."),
+        ("['2*my_judge:score']", " by the judge that it was trained on."),
+        ("['python,function=./my_judge.py']", " by the judge that it was trained on."),
+        ("[my_judge.py:kindness, 'match,pattern=.*my_judge.py:score']", "."),
     ],
 )
 def test_a_judge_that_is_also_a_reward_is_not_independent(sources: str, by: str, tmp_path: Path) -> None:
@@ -171,6 +174,22 @@ def test_a_judge_that_is_also_a_reward_is_not_independent(sources: str, by: str,
     [run] = read_runs([str(tmp_path / "run")], DECLARATIONS)
     assert judge(run).headline == f"The policy got better{by}"
     assert ("(nothing was trained on it)" in judge(run).sentence) is (by == ".")
+
+
+@pytest.mark.parametrize(
+    ("spec", "same", "is_same"),
+    [
+        ("package.judges:kind", "package/judges.py:kind", True),
+        ("learned,model=opt-350m,normalize=true", "learned,normalize=true,model=facebook/opt-350m", True),
+        ("learned,model=runs/rm", f"learned,model={Path.cwd()}/runs/rm", True),
+        ("learned,model=runs/rm", "learned,model=runs/other", False),
+        ("learned,model=runs/rm", "learned", False),
+        ("length,target=3", "length,target=4", False),
+        ("judges.py:kind", "judges.py", False),
+    ],
+)
+def test_a_source_has_several_spellings(spec: str, same: str, is_same: bool) -> None:
+    assert (_source(spec) == _source(same)) is is_same
 
 
 def test_a_collapse_makes_a_gain_unsure_and_is_said(tmp_path: Path) -> None:

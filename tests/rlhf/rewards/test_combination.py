@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhf import rewards
+from rlhf import plugins, rewards
 from rlhf.errors import UserError
-from rlhf.rewards import Sources, WeightedSource, open_sources, split_weight
+from rlhf.rewards import Sources, WeightedSource, open_sources
 from tests.rlhf.rewards.responses import context, reward_model, rollout, samples, tiny
 
 FUNCTIONS = """
@@ -81,7 +81,7 @@ def test_names_are_short_and_numbered_where_they_come_twice(mine: str, tmp_path:
     ],
 )
 def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None:
-    assert split_weight(spec) == expected
+    assert plugins.split_weight(spec) == expected
 
 
 @pytest.mark.parametrize(

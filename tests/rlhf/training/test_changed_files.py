@@ -54,7 +54,7 @@ def test_files_of_the_user_that_changed_are_refused_by_name(
 def test_files_in_score_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "mine.py").write_text("def score(prompts, responses): return [0.0] * len(prompts)")
     (here / "of_theirs").mkdir()
-    for name in ("__init__", "rules", "judges"):
+    for name in ("__init__", "rules", "judges", "words"):
         (here / f"of_theirs/{name}.py").touch()
     monkeypatch.syspath_prepend(str(here))
     (here / "rm").mkdir()
@@ -62,6 +62,7 @@ def test_files_in_score_sources(here: Path, monkeypatch: pytest.MonkeyPatch) -> 
     sources = (
         f"0.5*{here}/mine.py:score", f"learned,model={here}/rm,normalize=true", "length,target=3",
         "2*of_theirs.rules:f", "mine.py:score", "nothing.py:here", "data.sources.demo:true_score", "nowhere.rules:f",
+        "match,pattern=of_theirs.words:f",
     )  # fmt: skip
     options = ppo_options().model_copy(update={"reward": sources, "judge": "python,function=of_theirs.judges:g"})
     digests = progress.user_files(options, {})
