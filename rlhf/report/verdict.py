@@ -153,9 +153,12 @@ def _accuracy_half_width(scores: Tree) -> float | None:
 
 
 def judge(run: RunRecord) -> Verdict:
-    """The verdict on a run: of the last stage that compares responses before and after, else of its last stage."""
-    compared = [stage for stage in run.stages if stage.declaration.report.samples]
-    stage = compared[-1] if compared else run.stages[-1]
+    """The verdict on a run: of the last stage that compares responses before and after, else of its last stage; of
+    stages that are not stale."""
+    stale = _stale(run)
+    fresh = [stage for stage in run.stages if stage.directory.name not in stale] or [*run.stages]
+    compared = [stage for stage in fresh if stage.declaration.report.samples]
+    stage = (compared or fresh)[-1]
     results = changes(stage)
     by_samples = [change for change in results if change.gain is not None]
     rules = _words_alone(run)
@@ -164,9 +167,9 @@ def judge(run: RunRecord) -> Verdict:
         headline = (
             f"{stage.directory.name} has no evaluation after training yet."
             if compared
-            else f"{stage.directory.name}: " + "; ".join(f"{c.result.label} {_from_to(c)}" for c in results[:2])
+            else f"{stage.directory.name}: " + "; ".join(f"{c.result.label} {_from_to(c)}" for c in results[:2]) + "."
         )
-        return Verdict(headline, "unsure" if compared else "", (), cautions)
+        return Verdict(headline, "unsure" if compared else "", tuple(stale.values()), cautions)
     first = by_samples[0]
     assert first.gain is not None
     tone = "good" if first.gain.low > 0 else "bad" if first.gain.high < 0 else "unsure"
@@ -345,6 +348,19 @@ def _cautions(compared: Sequence[Change]) -> list[str]:
 
 def _is_better(change: Change) -> bool:
     return change.gain is not None and change.gain.low > 0
+
+
+def _stale(run: RunRecord) -> dict[str, str]:
+    """A sentence for each stage that started from another stage's output than the run has now, by its name."""
+    now = {str(stage.directory.resolve()): stage for stage in run.stages}
+    return {
+        stage.directory.name: f"`{stage.directory.name}` is stale: `{now[path].directory.name}`, which it started "
+        "from, is another one now; --overwrite runs it again."
+        for stage in run.stages
+        for entry in (stage.manifest or {}).get("inputs", {}).values()
+        for path in (str(Path(entry["path"]).resolve()), str(Path(entry["path"]).resolve().parent))
+        if path in now and entry["manifest_sha256"] not in (None, (now[path].manifest or {}).get("sha256"))
+    }
 
 
 def _unfinished(run: RunRecord) -> list[str]:
