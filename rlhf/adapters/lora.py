@@ -19,6 +19,8 @@ LEARNING_RATE = 2e-4
 """of GPT-2 and GPT-3 in the paper (tables 11 and 12); peft's method_comparison has 1e-4 (0.478 on Llama-3.2-3B)"""
 PISSA_LEARNING_RATE = 2e-5
 """arXiv 2404.02948, section 5; the first step already moves the largest directions of the weights"""
+FUSED = ("falcon_h1", "nemotron_h")
+"""families whose kernels read the weight of `out_proj` past its layer; peft refuses LoRA there"""
 START = "start"
 """the frozen second adapter of an initialisation that takes the update's start out of the weights"""
 
@@ -79,6 +81,12 @@ class LoRA(PeftAdapter):
         """Raises: UserError for the compiler with a variant, with which it has not been tested."""
         if self._starts_moved or getattr(self._options, "use_dora", False):
             refuse_compiler(options, "lora with use_dora, pissa or olora")
+
+    def options_for(self, model: PreTrainedModel) -> Any:
+        options = super().options_for(model)
+        if options.target_modules == "all-linear" and model.config.model_type in FUSED:
+            options.exclude_modules = ["out_proj"]
+        return options
 
     def wrap(self, model: PreTrainedModel) -> None:
         super().wrap(model)

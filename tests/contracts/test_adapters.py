@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions, OptimizerOptions
@@ -76,6 +77,16 @@ def test_nothing_changes_before_the_first_step(adapter: str, family: str) -> Non
     plain = tiny.causal_lm(family)
     wrapped = adapters.wrap(copy.deepcopy(plain), adapter)
     assert greatest(logprobs(Policy(wrapped)) - logprobs(Policy(plain))) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h"])
+def test_layers_whose_weights_a_kernel_reads_itself_are_left_as_they_are(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, num_hidden_layers=2, vocab_size=8))
+    adapters.wrap(model, "lora")
+    linear = {name for name, module in model.named_modules() if name.endswith((".in_proj", ".out_proj"))}
+    wrapped = {name for name in linear if hasattr(model.get_submodule(name), "lora_A")}
+    assert wrapped == {name for name in linear if name.endswith(".in_proj")} < linear
 
 
 @each
