@@ -47,7 +47,7 @@ class Function(Protocol):
         """One finite number for each of the B responses.
 
         columns: those of the rows that the function has a parameter for, each a list of B; `**columns` takes all. A
-        parameter `answers` gets the responses without their thoughts.
+        parameter `answers` gets the responses without their thoughts, unless the data has a column of that name.
         """
         ...
 

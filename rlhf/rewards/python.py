@@ -32,8 +32,7 @@ def build(config: Config, context: Context) -> Source:
     """The function as a score source: lists of B prompts and responses in, B numbers out.
 
     The columns of the rows are passed by name, each a list of B, if the function has a parameter for them; one of them
-    is `reference`, the response in the data (a demonstration, or the chosen side of a pair). A parameter `answers` gets
-    the responses without their thoughts.
+    is `reference`, the response in the data (a demonstration, or the chosen side of a pair).
     Raises: UserError for a function that cannot be called as `rewards.Function`; when scoring, if a parameter without a
     default names a column that no row of the batch has.
     """
