@@ -45,14 +45,8 @@ def pair_batch(items: Sequence[Preference], pad_id: int, weights: np.ndarray | N
 
 
 def prompt_batch(items: Sequence[Prompt], pad_id: int) -> Prompts:
-    """Left-padded [B, P]: generation then continues all rows at the same column."""
-    size = max(len(item.ids) for item in items)
-    ids = torch.full((len(items), size), pad_id)
-    mask = torch.zeros(len(items), size, dtype=torch.bool)
-    for b, item in enumerate(items):
-        ids[b, size - len(item.ids) :] = torch.tensor(item.ids)
-        mask[b, size - len(item.ids) :] = True
-    return Prompts(ids=ids, mask=mask, rows=tuple(item.row for item in items))
+    """Left-padded [B, P]."""
+    return Prompts.left_padded([item.ids for item in items], tuple(item.row for item in items), pad_id)
 
 
 def padding_share(micros: Sequence[Sequences | JoinedPairs], packs: Callable[[Sequences | JoinedPairs], bool]) -> float:

@@ -14,10 +14,10 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Protocol, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -32,30 +32,18 @@ Plugin = TypeVar("Plugin")
 T = TypeVar("T")
 
 
-class Row(Protocol):
-    """A plug-in of a table, with the members that a module has."""
-
-    Config: type[Any]
-    build: Callable[..., object]
-
-
 def names(folder: str) -> list[str]:
     """The plug-ins of a package, by name. Imports none of its modules but the table."""
-    return sorted({*_modules(folder), *_table(folder)})
+    return sorted({*(name for name in _modules(folder) if not name.startswith("_")), *_table(folder)})
 
 
 def _modules(folder: str) -> list[str]:
-    return [name for name in _files(folder) if not name.startswith("_")]
-
-
-def _files(folder: str) -> list[str]:
     return [m.name for m in pkgutil.iter_modules(importlib.import_module(folder).__path__)]
 
 
-def _table(folder: str) -> Mapping[str, Row]:
-    """The rows of the package's table, by name; none if it has no table."""
-    rows: Mapping[str, Row] = importlib.import_module(f"{folder}._table").ROWS if "_table" in _files(folder) else {}
-    return rows
+def _table(folder: str) -> Any:
+    """The rows of the package's table by name, with the members that a module has; none if it has no table."""
+    return importlib.import_module(f"{folder}._table").ROWS if "_table" in _modules(folder) else {}
 
 
 def find(folder: str, name: str) -> Any:
@@ -66,7 +54,7 @@ def find(folder: str, name: str) -> Any:
     """
     if name.endswith(".py"):
         plugin: Any = load_file(name)
-    elif name in _modules(folder):
+    elif name in _modules(folder) and not name.startswith("_"):
         plugin = importlib.import_module(f"{folder}.{name}")
     elif name in (table := _table(folder)):
         plugin = table[name]

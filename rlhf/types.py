@@ -258,6 +258,13 @@ class Prompts(TensorRecord):
     rows: tuple[Row, ...]
     """the B source rows, for reward functions and sample tables"""
 
+    @classmethod
+    def left_padded(cls, ids: Sequence[Sequence[int]], rows: tuple[Row, ...], pad_id: int) -> Self:
+        """Of encoded prompts: generation then continues all rows at the same column."""
+        padding = max(map(len, ids)) - torch.tensor([len(prompt) for prompt in ids])
+        padded = torch.tensor([[*[pad_id] * n, *prompt] for n, prompt in zip(padding.tolist(), ids, strict=True)])
+        return cls(padded, torch.arange(padded.shape[1]) >= padding[:, None], rows)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledRollout(TensorRecord):
@@ -295,6 +302,11 @@ class SampledRollout(TensorRecord):
     def response_tokens(self) -> list[list[int]]:
         """The ids of each response, EOS included, without padding."""
         return [ids[mask].tolist() for ids, mask in zip(self.response_ids, self.mask, strict=True)]
+
+    def tokens_before_end(self) -> list[list[int]]:
+        """The same without the token in which a response ended; an ordinary one of a list in the model's config would
+        be decoded as text."""
+        return [ids[:-1] if end else ids for ids, end in zip(self.response_tokens(), self.ended.tolist(), strict=True)]
 
     def trimmed(self) -> Self:
         """Without the columns that are padding in every row: P and T of these rows."""
@@ -365,12 +377,8 @@ class Samples:
     responses: tuple[str, ...]
     """with the thought before an answer, if the policy writes one"""
     rollout: SampledRollout
-    answers: tuple[str, ...] = ()
+    answers: tuple[str, ...]
     """the responses without their thoughts; empty where a thought has no end"""
-
-    def __post_init__(self) -> None:
-        if not self.answers:
-            object.__setattr__(self, "answers", self.responses)
 
 
 Metrics = dict[str, float]

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from rlhf import console
 from rlhf.config import Tree
-from rlhf.evaluation.batch_generation import RESULTS, writing
+from rlhf.evaluation.batch_generation import RESULTS
 from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
@@ -224,8 +224,7 @@ def _provenance(model: str) -> Tree:
 
 
 def _write(output: Path, content: Mapping[str, object], page: str) -> None:
-    """Write results.json last: if it exists, results.md is complete. Raises: UserError."""
-    with writing(output):
-        disk.write_text(output / "results.md", page)
-        disk.write_json(output / RESULTS, disk.json_value(dict(content)))
+    """Write results.json last: if it exists, results.md is complete."""
+    disk.write_text(output / "results.md", page)
+    disk.write_json(output / RESULTS, disk.json_value(dict(content)))
     console.say(f"wrote {RESULTS} and results.md into {output}")

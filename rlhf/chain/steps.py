@@ -48,14 +48,10 @@ def next_step(chain: ChainConfig, program: str) -> str:
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
     if 3 not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
-        return "next: " + on_every_host([*_program(), "--steps", *steps, "--output-dir", chain.output_dir])
+        typed = takewhile(lambda word: not word.startswith("--"), sys.orig_argv)
+        return "next: " + on_every_host([*typed, "--steps", *steps, "--output-dir", chain.output_dir])
     chat = ["rlhf"] if program.startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
     return (
         f"The tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
         f"next: {shlex.join([*chat, 'chat', chain.output_dir])}"
     )
-
-
-def _program() -> list[str]:
-    """The words of the command line before the options: `python train.py`."""
-    return [*takewhile(lambda word: not word.startswith("--"), sys.orig_argv)]

@@ -15,7 +15,7 @@ from rlhf.config.options import EngineOptions, SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
-from rlhf.evaluation.batch_generation import common_tokenizer, left_padded
+from rlhf.evaluation.batch_generation import common_tokenizer
 from rlhf.generation import BackendOptions
 from rlhf.generation.loop import refuse_recurrent, sampled, steps
 from rlhf.maths.uniforms import EVALUATION, uniforms
@@ -24,7 +24,7 @@ from rlhf.models.load import context_length, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
-from rlhf.types import Message, Row, SampledRollout
+from rlhf.types import Message, Prompts, Row, SampledRollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Generation:
                 f"{context_length(lm.config)} tokens with the response; start a new dialogue"
             )
         self.sampling = Sampling(sampling.temperature, min(sampling.response_length, space), sampling.key)
-        self._prompts = left_padded((ids,), (Row(self.messages),), models.tokenizer.pad_token_id)
+        self._prompts = Prompts.left_padded((ids,), (Row(self.messages),), models.tokenizer.pad_token_id)
 
     def __iter__(self) -> Generator[str, None, None]:
         """Pieces of the text; joined they are `response.text`. Only whole characters, no special tokens."""

@@ -132,9 +132,8 @@ class Session:
         tokenizer = self.models.tokenizer
         if thought_form(str(tokenizer.chat_template)) == "none":
             return Message("assistant", response.text)
-        ids = response.rollout.response_tokens()[0]
         prompt = self.models.template.prompt_text(response.rollout.rows[0].prompt)
-        return self.models.template.answer(ids[:-1] if response.ended else ids, prompt)
+        return self.models.template.answer(response.rollout.tokens_before_end()[0], prompt)
 
     def _answered(self) -> Turn:
         if self.turn is None:

@@ -1,6 +1,5 @@
 """What `rlhf evaluate` and `rlhf pairs` share: the prompts of a file as batches, and policies that respond to them."""
 
-import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ class PromptSet:
         for start in range(0, len(self.rows), o.rollout_batch_size)[collectives.rank() :: ranks]:
             batch = slice(start, start + o.rollout_batch_size)
             keys = [(o.seed, stream, i) for i in range(len(self.rows))[batch]]
-            prompts = left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
+            prompts = Prompts.left_padded(self.ids[batch], self.rows[batch], self.tokenizer.pad_token_id)
             yield prompts, uniforms(keys, o.response_length, EVALUATION)
 
     def load(self, model_path: str) -> Policy:
@@ -114,17 +113,6 @@ def require_writable(directory: Path, option: str) -> None:
         raise UserError(f"{option}: cannot write there ({error.strerror}); name another directory") from None
 
 
-@contextlib.contextmanager
-def writing(output: Path) -> Iterator[None]:
-    """Inside, the files of --output are written. Raises: UserError if they cannot be."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--output {output}: cannot be written ({error.strerror}); free disk space and run again"
-        ) from None
-
-
 def encode_prompts(
     prompts: Sequence[tuple[str, Row]], model_paths: Sequence[str], options: PromptFileOptions, samples: int
 ) -> PromptSet:
@@ -180,11 +168,3 @@ def _check_context(
             f"{response_length} that is more than the context of '{model_path}', {limit} tokens; remove the prompt, or "
             "lower --response-length"
         )
-
-
-def left_padded(ids: tuple[list[int], ...], rows: tuple[Row, ...], pad_id: int) -> Prompts:
-    """A batch of encoded prompts."""
-    width = max(map(len, ids))
-    padded = torch.tensor([[pad_id] * (width - len(row)) + row for row in ids])
-    mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in ids])
-    return Prompts(padded, mask, rows)

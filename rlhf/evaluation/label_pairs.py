@@ -18,7 +18,6 @@ from rlhf.evaluation.batch_generation import (
     encode_prompts,
     policy_path,
     require_writable,
-    writing,
 )
 from rlhf.evaluation.options import PairsConfig
 from rlhf.storage import disk
@@ -64,7 +63,8 @@ def run(options: PairsConfig) -> None:
     samples = [tuple(_prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
     console.show_table("pairs", tuple(rows[0])[:3], samples)
     if collectives.is_main():
-        _write(Path(str(options.output)), rows)
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        disk.write_text(Path(str(options.output)), "".join(lines))  # the whole file or nothing
     labels = "labelled" if options.reward is not None else "to fill in: preference a, b or tie"
     dropped_note = f"; dropped {drop_counts}" if drop_counts else ""
     dropped_note += f"; {cure} to drop fewer" if dropped.total() > len(rows) else ""
@@ -164,9 +164,3 @@ def _labelled(pair: Pair, margin: bool) -> Tree:
 
 def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-
-
-def _write(output: Path, rows: Sequence[Tree]) -> None:
-    """Write the whole file or nothing. Raises: UserError if it cannot be written."""
-    with writing(output):
-        disk.write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

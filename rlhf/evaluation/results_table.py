@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf import console
 from rlhf.config import Tree
 from rlhf.distributed import collectives
-from rlhf.evaluation.batch_generation import RESULTS, writing
+from rlhf.evaluation.batch_generation import RESULTS
 from rlhf.evaluation.comparison import Comparison, Responses
 from rlhf.maths import best_of_n
 from rlhf.maths.intervals import Interval, mean_interval, pair_differences, pair_wins, win_rate_interval
@@ -188,12 +188,9 @@ def markdown(tables: Sequence[Table], note: str = NOTE) -> str:
     sections = []
     for title, columns, rows in tables:
         lines = [columns, tuple("---" for _ in columns), *rows]
-        sections.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(map(_markdown_cell, line))} |" for line in lines))
+        cells = ([" ".join(text.replace("|", "\\|").split()) for text in line] for line in lines)
+        sections.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in cells))
     return "\n\n".join([*sections, note]) + "\n"
-
-
-def _markdown_cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 def report_results(comparison: Comparison, responses: dict[str, Responses]) -> None:
@@ -220,15 +217,6 @@ def report_results(comparison: Comparison, responses: dict[str, Responses]) -> N
         _write(comparison, responses, results, selected, markdown(result_tables))
 
 
-def prompt_texts(comparison: Comparison) -> list[str]:
-    """The N rendered prompts."""
-    template = Template(comparison.prompts.tokenizer)
-    return [
-        template.prompt_text(row.prompt, row.variables)
-        for row in comparison.prompts.rows[:: comparison.options.samples]
-    ]
-
-
 def _write(
     comparison: Comparison,
     responses: dict[str, Responses],
@@ -236,10 +224,7 @@ def _write(
     selected: list[Selection],
     page: str,
 ) -> None:
-    """Write all files, results.json last: if it exists, the other files are complete.
-
-    Raises: UserError if a file cannot be written.
-    """
+    """Write all files, results.json last: if it exists, the other files are complete."""
     output = Path(str(comparison.options.output))
     content = {
         "policies": [
@@ -253,18 +238,18 @@ def _write(
         "options": comparison.options.model_dump(mode="json", exclude={"overwrite"}),
         "versions": manifests.versions(),
     }
-    with writing(output):
-        rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
-        disk.write_text(output / "samples.jsonl", "".join(rows))
-        disk.write_text(output / "results.md", page)
-        disk.write_json(output / RESULTS, content)
+    rows = (json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(comparison, responses))
+    disk.write_text(output / "samples.jsonl", "".join(rows))
+    disk.write_text(output / "results.md", page)
+    disk.write_json(output / RESULTS, content)
     console.say(f"wrote {RESULTS}, results.md and samples.jsonl into {output}")
 
 
 def sample_rows(comparison: Comparison, responses: dict[str, Responses]) -> list[Tree]:
     """One row for each prompt and sample, with the responses of all policies."""
-    rows = []
-    for n, prompt in enumerate(prompt_texts(comparison)):
+    rows, template = [], Template(comparison.prompts.tokenizer)
+    for n, row in enumerate(comparison.prompts.rows[:: comparison.options.samples]):
+        prompt = template.prompt_text(row.prompt, row.variables)
         for k in range(comparison.options.samples):
             responses_by_policy = {
                 name: {

@@ -86,12 +86,11 @@ def changes(stage: StageRecord) -> list[Change]:
     results = stage.declaration.report.results
     sources = [spec for r in results if r.option and not r.independent for spec in stage.config.get(r.option) or ()]
     trained = [_source(source) for weight, source in map(plugins.split_weight, sources) if weight]
-    named = [str(_named(stage, r)) for r in results]
-    changed = (
-        _change(stage, replace(r, independent=r.independent and _source(name) not in trained))
-        for r, name in zip(results, named, strict=True)
-    )
-    return [change for change in changed if change is not None]
+    changed = [change for change in (_change(stage, r) for r in results) if change is not None]
+    return [
+        replace(c, result=replace(c.result, independent=c.result.independent and _source(c.source) not in trained))
+        for c in changed
+    ]
 
 
 def _source(spec: str) -> tuple[Path, Tree]:
@@ -338,16 +337,12 @@ def _cautions(compared: Sequence[Change]) -> list[str]:
     rose = [change for change in trained if change.gain is not None and change.gain.low > 0]
     if fell and rose:
         cautions.append("The score rose while the judge fell: the policy exploits its reward (over-optimisation).")
-    elif rose and independent and not _is_better(independent[0]):
+    elif rose and independent and ((gain := independent[0].gain) is None or gain.low <= 0):
         cautions.append(
             "The score that the policy was trained on rose, and the judge shows no gain: what the reward model has "
             "learned may not be what the judge measures. Read the samples."
         )
     return cautions
-
-
-def _is_better(change: Change) -> bool:
-    return change.gain is not None and change.gain.low > 0
 
 
 def _stale(run: RunRecord) -> dict[str, str]:

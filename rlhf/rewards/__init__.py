@@ -246,9 +246,7 @@ def _numbered(names: list[str]) -> list[str]:
 def as_samples(rollout: SampledRollout, tokenizer: PreTrainedTokenizerBase) -> Samples:
     """Prompts and responses of a rollout as text."""
     template = Template(tokenizer)
-    # The end may be an ordinary token of a list in the model's config, which decoding would show.
-    ended = zip(rollout.response_tokens(), rollout.ended.tolist(), strict=True)
-    tokens = [ids[:-1] if end else ids for ids, end in ended]
+    tokens = rollout.tokens_before_end()
     prompts = tuple(template.prompt_text(row.prompt, row.variables) for row in rollout.rows)
     answers = tuple(template.answer(ids, prompt).content for ids, prompt in zip(tokens, prompts, strict=True))
     return Samples(prompts, tuple(map(template.response_text, tokens)), rollout, answers)

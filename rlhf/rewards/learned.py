@@ -138,18 +138,13 @@ def _retokenized(samples: Samples, policy: Template, template: Template, reading
     response that was cut gets no ending. A thought is scored if the template writes thoughts."""
     rollout: SampledRollout = samples.rollout
     rows = []
-    responses = zip(rollout.rows, samples.prompts, rollout.response_tokens(), rollout.ended.tolist(), strict=True)
+    responses = zip(rollout.rows, samples.prompts, rollout.tokens_before_end(), rollout.ended.tolist(), strict=True)
     for row, prompt, tokens, ended in responses:
-        # The end may be an ordinary token of a list in the policy's config, which decoding would show.
-        ids = template.scored_ids(row, policy.answer(tokens[:-1] if ended else tokens, prompt))
+        ids = template.scored_ids(row, policy.answer(tokens, prompt))
         fitted = fit_sequence(template, row, reading.finished(ids, 1) if ended else ids[:-1], limit)
         if fitted is None:
-            raise _too_long(
-                str(template.tokenizer.name_or_path),
-                limit,
-                row.prompt,
-                len(template.prompt_ids(row.prompt, row.variables)),
-            )
+            size = len(template.prompt_ids(row.prompt, row.variables))
+            raise _too_long(str(template.tokenizer.name_or_path), limit, row.prompt, size)
         rows.append(fitted)
     return _padded(rows)
 

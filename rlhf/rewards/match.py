@@ -58,16 +58,14 @@ class Config(Base):
 
 
 def build(config: Config, context: Context) -> Source:
-    """`right` or `wrong` for each response. A response without a result is wrong; a row without one is an error.
-
-    The last number of a response that was cut is no result, unless a `pattern` says what is one.
-    """
+    """`right` or `wrong` for each response. One without a result is wrong, as is one that was cut, unless a `pattern`
+    finds its result; a row without a result is an error."""
     normalize = _normalize(config)
 
     def score(samples: Samples) -> Tensor:
         values = []
         ended = samples.rollout.ended | (config.pattern != EVERYTHING)
-        results = right_results(config, samples.rollout.rows)
+        results = check_rows(config, samples.rollout.rows)
         for answer, whole, accepted in zip(samples.answers, ended.tolist(), results, strict=True):
             matched = last_match(config.pattern, answer) if whole else None
             result = None if matched is None else normalize(matched)
@@ -77,12 +75,7 @@ def build(config: Config, context: Context) -> Source:
     return score
 
 
-def check_rows(config: Config, rows: Sequence[Row]) -> None:
-    """Raises: UserError for a row without a right result."""
-    right_results(config, rows)
-
-
-def right_results(config: Config, rows: Sequence[Row]) -> list[list[Any]]:
+def check_rows(config: Config, rows: Sequence[Row]) -> list[list[Any]]:
     """The right results of each row, normalised. Raises: UserError for a row without one."""
     results = []
     for row, cell in zip(rows, _cells(config.column, rows), strict=True):

@@ -21,12 +21,8 @@ def build(config: Config, context: Context) -> Source:
     """
 
     def score(samples: Samples) -> Tensor:
-        rollout = samples.rollout
-        responses = [
-            ids[:-1] if ended else ids
-            for ids, ended in zip(rollout.response_tokens(), rollout.ended.tolist(), strict=True)
-        ]
-        return torch.tensor([-repeated_share(ids, config.n) for ids in responses], device=context.device)
+        shares = [-repeated_share(ids, config.n) for ids in samples.rollout.tokens_before_end()]
+        return torch.tensor(shares, device=context.device)
 
     return score
 

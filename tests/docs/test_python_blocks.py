@@ -54,7 +54,7 @@ def scored(name: str, *responses: str) -> list[float]:
     nothing = torch.zeros(len(responses), 1, dtype=torch.long)
     rollout = SampledRollout(nothing, nothing > 0, nothing, nothing == 0, nothing.float(), nothing[:, 0] == 0, rows=())
     context = rewards.Context(None, torch.device("cpu"), torch.float32, "", 1)  # type: ignore[arg-type]
-    samples = Samples(("a",) * len(responses), responses, rollout)
+    samples = Samples(("a",) * len(responses), responses, rollout, responses)
     return rewards.open_source(f"{name}:score", context)(samples).tolist()
 
 

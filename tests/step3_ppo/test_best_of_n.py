@@ -180,7 +180,7 @@ def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
     rollout, variables = scored(PROMPTS, scores), {"tools": [{"name": "look"}], "enable_thinking": False}
     rollout = replace(rollout, rows=tuple(replace(row, variables=variables) for row in rollout.rows))
     for iteration in (1, 2):
-        append_selected(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout))
+        append_selected(file, iteration, rollout, Samples(("",) * 5, RESPONSES, rollout, ()))
     rows = list(open_origin(str(file)).rows("sft"))
     expected = [
         Row(prompt, response, None, "", {"score": score, "iteration": iteration}, variables=variables)
@@ -195,7 +195,7 @@ def test_the_data_layer_reads_the_same_rows_back(tmp_path: Path) -> None:
 def test_a_response_that_was_cut_is_no_demonstration(tmp_path: Path) -> None:
     rollout = scored(PROMPTS[:3], [1.0, 2.0, 3.0])
     rollout = replace(rollout, ended=torch.tensor([True, False, True]))
-    append_selected(tmp_path / "chosen.jsonl", 1, rollout, Samples(("",) * 3, RESPONSES[:3], rollout))
+    append_selected(tmp_path / "chosen.jsonl", 1, rollout, Samples(("",) * 3, RESPONSES[:3], rollout, ()))
     rows = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert [row["score"] for row in rows] == [1.0, 3.0]
 
@@ -206,7 +206,8 @@ def test_rank_0_writes_the_rows_of_all_ranks(tmp_path: Path, monkeypatch: pytest
     def write(rank: int) -> None:
         rollout = scored(PROMPTS[:2], [float(rank), 10.0 + rank])
         monkeypatch.setattr(collectives, "is_main", lambda: rank == 0)
-        append_selected(tmp_path / "c.jsonl", 7, rollout, Samples(("",) * 2, (f"a of {rank}", f"b of {rank}"), rollout))
+        samples = Samples(("",) * 2, (f"a of {rank}", f"b of {rank}"), rollout, ())
+        append_selected(tmp_path / "c.jsonl", 7, rollout, samples)
 
     monkeypatch.setattr(collectives, "gather_objects", lambda value: gathered.append(value) or [])
     write(1)

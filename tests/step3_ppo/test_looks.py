@@ -211,7 +211,7 @@ def test_a_rollout_is_written_as_it_was(tmp_path: Path) -> None:
         scores=torch.tensor([1.5, -2.0]),
         source_scores=torch.tensor([[2.0, -5.0], [-1.0, -10.0]]),
     )
-    samples = Samples(("p", "q"), ("a b", "c"), rollout)
+    samples = Samples(("p", "q"), ("a b", "c"), rollout, ())
     write_rollout(tmp_path / "rollouts-0.jsonl", 3, rollout, ("learned", "length"), samples)
     rows = [json.loads(line) for line in (tmp_path / "rollouts-0.jsonl").read_text().splitlines()]
     common = {"iteration": 3, "kl": 0.5}
