@@ -178,8 +178,9 @@ def check_rows(spec: str, rows: Iterable[Row]) -> None:
     """The source's `check_rows(config, rows)`, if its file has one beside `build`. Raises: UserError for a row that it
     cannot score, which a run may meet after hours."""
     module = None if _is_function(spec) else plugins.find("rlhf.rewards", plugins.parse_spec(spec)[0])
-    if hasattr(module, "check_rows"):
-        module.check_rows(plugins.options("rlhf.rewards", spec), [*rows])
+    check = getattr(module, "check_rows", None)
+    if check is not None:
+        check(plugins.options("rlhf.rewards", spec), [*rows])
 
 
 def _is_function(spec: str) -> bool:
