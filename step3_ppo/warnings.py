@@ -1,7 +1,8 @@
 """Named warnings while step 3 runs: what the metrics of an iteration mean, and what to do. Pure functions.
 
-A warning is given once when its condition begins to hold, and again only after the condition has cleared. An iteration
-without a metric does not change the conditions that need it.
+A warning is given once when its condition begins to hold, and again only after the condition was absent for a while: a
+metric that is near its limit crosses it every few iterations. An iteration without a metric does not change the
+conditions that need it.
 """
 
 import math
@@ -24,6 +25,8 @@ IN_A_ROW = 3
 """iterations in a row for which a noisy condition must hold"""
 CRITIC_IN_A_ROW = 15
 """the same for the critic: the demo's, which starts from the reward model, needs 12"""
+CLEARED = 10
+"""times in a row that a condition must be absent before its warning comes again"""
 NEGATIVE_KL = -0.1
 """nats per response"""
 EQUAL_ADVANTAGES = 1e-6
@@ -76,7 +79,7 @@ class Watch:
         """dtype: fp32, bf16 or fp16, in which the policy computes."""
         self._rounding = FP32 if dtype == "fp32" else LOW_PRECISION
         self._rows: list[Mapping[str, float]] = []
-        self._holding: set[str] = set()
+        self._absent: dict[str, int] = {}  # of each rule that has warned: times in a row that it does not hold
 
     def check(self, iteration: int, metrics: Mapping[str, float]) -> list[Notice]:
         """The warnings whose conditions begin to hold at this iteration."""
@@ -86,19 +89,22 @@ class Watch:
             if not all(name in metrics for name in rule.needs):
                 continue
             numbers = rule.condition(self._rounding, self._rows)
-            if numbers is None:
-                self._holding.discard(rule.name)
-            elif rule.name not in self._holding:
-                self._holding.add(rule.name)
-                notices.append(Notice(rule.name, numbers, rule.advice))
+            if numbers is not None:
+                if self._absent.get(rule.name, CLEARED) >= CLEARED:
+                    notices.append(Notice(rule.name, numbers, rule.advice))
+                self._absent[rule.name] = 0
+            elif rule.name in self._absent:
+                self._absent[rule.name] += 1
         return notices
 
     def state_dict(self) -> Tree:
-        """The rows so far, and the rules that hold."""
-        return {"rows": self._rows, "holding": sorted(self._holding)}
+        """The rows so far, and for how long each rule that has warned does not hold."""
+        return {"rows": self._rows, "absent": self._absent}
 
     def load_state_dict(self, state: Tree) -> None:
-        self._rows, self._holding = list(state["rows"]), set(state["holding"])
+        self._rows = list(state["rows"])
+        # An earlier version saved the names of the rules that hold.
+        self._absent = dict(state["absent"]) if "absent" in state else dict.fromkeys(state["holding"], 0)
 
 
 # --- conditions: the numbers to show if they hold for the newest row
