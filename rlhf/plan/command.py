@@ -21,6 +21,8 @@ WorkloadOf = Callable[[Any, str, Mapping[str, str]], Workload]
 Stages = Mapping[str, tuple[EngineOptions, WorkloadOf]]
 """options and workload of each stage, by its section of options"""
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")
+CELL = 14
+"""width of a column; a cell may say `99.9+99.9cpu`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +124,12 @@ def report(plan: Forecast) -> str:
     what = f"{count} process{'es' * (count > 1)} on the CPU" if on_cpu else f"{count} x {machine.device.kind}"
     rows = f"{workload.micro_batch} x {workload.shape.tokens} tokens"
     peak = f"{gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
+    micros = micro_batches(workload, count)
+    wide = max(30, *(len(_model_label(model)) for model in plan.models))
     lines = [
-        f"{workload.stage} on {what}, {dtype}, {micro_batches(workload, count)} micro-batches of {rows} a step",
-        f"  {'GB on each device':30}" + "".join(f"{name:>12}" for name in COLUMNS),
-        *(f"  {_model_label(model):30}" + "".join(map(_cell, _memory_columns(model))) for model in plan.models),
+        f"{workload.stage} on {what}, {dtype}, {micros} micro-batch{'es' * (micros > 1)} of {rows} a step",
+        f"  {'GB on each device':{wide}}" + "".join(f"{name:>{CELL}}" for name in COLUMNS),
+        *(f"  {_model_label(model):{wide}}" + "".join(map(_cell, _memory_columns(model))) for model in plan.models),
         f"  most on a {'process' if on_cpu else 'device'}: {peak}",
         "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
         if on_cpu
@@ -140,11 +144,12 @@ def report(plan: Forecast) -> str:
 def _model_label(model: ModelForecast) -> str:
     options = model.spec.options
     setting = f"ZeRO-{options.zero_stage}" if model.spec.trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
+    weights = f"{model.size.total / 1e6:,.1f}M"
     if model.spec.on_trunk:
         setting += ", on the trunk"
     elif model.spec.adapter is not None:
-        setting += f", {model.size.trained / 1e6:.1f}M of"
-    return f"{model.spec.role} ({setting}, {model.size.total / 1e6:,.1f}M)"
+        weights = f"{model.size.trained / 1e6:.1f}M of {weights}"
+    return f"{model.spec.role} ({setting}, {weights})"
 
 
 def _memory_columns(model: ModelForecast) -> tuple[Bytes, ...]:
@@ -157,7 +162,7 @@ def _memory_columns(model: ModelForecast) -> tuple[Bytes, ...]:
 def _cell(value: Bytes) -> str:
     """Gigabytes on the device; those in CPU memory follow a plus sign."""
     parts = [gigabytes(value.device)] * bool(value.device) + [f"+{gigabytes(value.host)}cpu"] * bool(value.host)
-    return f"{''.join(parts) or '-':>12}"
+    return f"{''.join(parts) or '-':>{CELL}}"
 
 
 def _time(plan: Forecast) -> str:

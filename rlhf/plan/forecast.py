@@ -321,7 +321,7 @@ def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: Ran
 def _rollout_moments(
     workload: Workload, models: tuple[ModelForecast, ...], resident: Bytes, memory: float, layout: RankLayout
 ) -> Iterator[Moment]:
-    """Sampling and scoring. The reference computes while the actor's weights are gathered.
+    """Sampling and scoring. Under ZeRO-3 the weights of one model at a time are gathered.
 
     On a CPU, sampling has a second copy of the linear layers, in the order of oneDNN, unless layers are compiled
     (rlhf/cpu/decoding.py).
@@ -339,9 +339,8 @@ def _rollout_moments(
     generating = actor.cache + sampling + ordered + rollout.share * memory
     yield Moment("actor: generate", resident + actor.memory.gathered + Bytes(generating))
     for model in models:
-        of_actor = actor.memory.gathered if model.spec.role in ("actor", "reference") else Bytes()
-        own = Bytes() if model is actor else model.memory.gathered
-        yield Moment(f"{model.spec.role}: score", resident + of_actor + own + Bytes(model.activations.inference))
+        scoring = model.memory.gathered + Bytes(model.activations.inference)
+        yield Moment(f"{model.spec.role}: score", resident + scoring)
 
 
 def dtype_on(options: EngineOptions, device: str) -> torch.dtype:

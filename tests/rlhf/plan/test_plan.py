@@ -267,6 +267,18 @@ def test_memory_of_step_3_is_that_of_all_models(model_path: str) -> None:
     )  # 256 + 64, as a multiple of 128
 
 
+def test_one_model_at_a_time_is_gathered_to_score(model_path: str) -> None:
+    """Step 3 leaves the actor's `inference()` before the reference's: by hand, what stays, the weights of one model in
+    bf16, and its activations."""
+    paths = {"actor_model": model_path, "reward_model": model_path}
+    result = forecast(ppo_plan.workload(PPO(dtype="bf16", zero_stage=3), "H100", paths), four_gpus(80e9))
+    resident = sum(model.memory.resident.device for model in result.models)
+    moments = {moment.name: moment.bytes.device for moment in result.moments}
+    for model in result.models:
+        scoring = resident + 2 * model.size.total + model.activations.inference
+        assert moments[f"{model.spec.role}: score"] == scoring, model.spec.role
+
+
 def test_passes_without_gradients_have_rows_of_their_own(model_path: str) -> None:
     """The logits of a fine-tuned row are those of 511 tokens, in bf16."""
 

@@ -19,6 +19,7 @@ from rlhf.plan.command import report
 from rlhf.plan.devices import Device, PlanOptions
 from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine
+from rlhf.plan.zero import Bytes
 from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
 from step3_ppo import plan as ppo_plan
@@ -56,6 +57,22 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
         command.plan_stages({"ppo": (PPO(), ppo_plan.workload)}, PlanOptions(), 1, {})
     assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
     assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
+
+
+def test_the_cells_of_a_plan_stand_apart(model_path: str) -> None:
+    """As of OPT-1.3B on two devices with an offloaded optimizer: `+10.5cpu` is followed by `2.21+1.52cpu`."""
+    config = PPO(dtype="bf16", offload_optimizer=True, adapter="lora")
+    plan = forecast(
+        ppo_plan.workload(config, "cuda", {"actor_model": model_path, "reward_model": model_path}), four_gpus(80e9)
+    )
+    wide = Bytes(99.9e9, 99.9e9)
+    actor, critic, *rest = plan.models
+    memory_of_actor = replace(actor.memory, weights=wide, gradients=wide, optimizer=Bytes(host=99.9e9), buffers=wide)
+    big = replace(actor, memory=memory_of_actor, size=replace(actor.size, total=4_055_500_000, trained=33_000_000))
+    header, *rows = report(replace(plan, models=(big, critic, *rest))).splitlines()[1:4]
+    assert rows[0].startswith("  actor (ZeRO-1, 33.0M of 4,055.5M)  ")
+    assert {len(line) for line in rows} == {len(header)}
+    assert len(rows[0].split(")")[1].split()) == len(command.COLUMNS)
 
 
 def test_a_plan_adds_up_the_time_of_a_stage(model_path: str) -> None:
