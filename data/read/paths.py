@@ -199,7 +199,8 @@ class DataDirectory:
         import datasets
 
         root = _subdirectory(self.name, self.folder, config.data_dir)
-        files = {str(file.resolve()): file for file in data_files(str(root))}
+        # `datasets` resolves the directory, and no file in it: in the hub's cache each is a link to a blob
+        files = {str(root.resolve() / file.relative_to(root)): file for file in data_files(str(root))}
         cure = f"name its files by a pattern, such as {self.name}/*.jsonl"
         builder = _load(datasets.load_dataset_builder, str(self.folder), self.name, config, cure)
         listed = {str(name): sorted({*map(str, paths)} & {*files}) for name, paths in builder.config.data_files.items()}

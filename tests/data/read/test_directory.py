@@ -181,8 +181,11 @@ def test_what_the_hub_client_has_downloaded_is_read_offline(offline: Path) -> No
     """HF_HOME/hub, as `hf download --repo-type dataset` fills it."""
     repository = offline / "hub/datasets--owner--name"
     commit = "0123456789abcdef0123456789abcdef01234567"
-    write(repository / f"snapshots/{commit}/data/train.jsonl", [{"text": "a"}])
-    write(repository / f"snapshots/{commit}/data/test.jsonl", [{"text": "b"}])
+    folder = repository / f"snapshots/{commit}/data"
+    folder.mkdir(parents=True)
+    for split, text in (("train", "a"), ("test", "b")):  # links to files that are named by their digests
+        write(repository / f"blobs/{text}", [{"text": text}])
+        (folder / f"{split}.jsonl").symlink_to(f"../../../blobs/{text}")
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text(commit)
     for split, text in (("train", "a"), ("test", "b")):
