@@ -190,7 +190,9 @@ def _split(spec: str) -> list[str]:
 
 def _value(spec: str, text: str) -> object:
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        # as it is written where that differs: 0625 and 1.10 may be names, and are numbers to pydantic too
+        return text.strip() if type(value) in (int, float) and str(value) != text.strip() else value
     except yaml.YAMLError:
         raise UserError(f"'{spec}': got '{text}', expected a value such as 8, 0.5, true, text or [a, b]") from None
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from pydantic import ConfigDict
 
 from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
 from data.read.records import Skipped, without_padding
@@ -34,6 +35,8 @@ BATCH_ROWS = 256
 
 class TableConfig(Config):
     """Which part of a dataset on the hub, of a directory, or saved by `datasets`. A file has no parts."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)  # a split, a subset or a column may be named 2024
 
     split: str | None = None
     """split of the dataset; train, unless the source has a split for each phase. In a directory, names of files and

@@ -117,6 +117,7 @@ def test_an_answered_method_is_no_plug_in() -> None:
             ("lora", {"rank": 8, "alpha": 0.5, "bias": True, "kind": "text"}),
         ),
         ("lora,lora-alpha=1", ("lora", {"lora_alpha": 1})),
+        ("files,subset=0625,split=1.10", ("files", {"subset": "0625", "split": "1.10"})),
         ("lora,targets=[q, v],rank=2", ("lora", {"targets": ["q", "v"], "rank": 2})),
         ("lora,text=a=b", ("lora", {"text": "a=b"})),
         ("my/lora.py,rank=2", ("my/lora.py", {"rank": 2})),

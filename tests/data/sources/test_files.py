@@ -117,6 +117,11 @@ def test_a_shape_that_there_is_not() -> None:
 # --- places
 
 
+def test_a_part_may_be_named_by_a_number() -> None:
+    config = build("data.sources", "files,subset=0625,split=2024,prompt=1", "owner/name").config
+    assert (config.subset, config.split) == ("0625", "2024")
+
+
 def test_a_path_is_required() -> None:
     with pytest.raises(UserError, match=r"^got no path, expected a file"):
         build("data.sources", "files", "")
