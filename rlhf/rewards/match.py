@@ -20,11 +20,15 @@ DIGITS = (
     r"(?:(?:\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,;]|[ \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}])\d{3})+(?!\d)|\d+)"
     r"(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
 )
-# Sign, whole part of 2 1/2, numerator, denominator. A hyphen between words or digits (3-4) is not a sign.
+# Sign, whole part of 2 1/2, numerator, denominator. A hyphen between words or digits (3-4) is no sign;
+# after Chinese or Japanese, which have no spaces, it is.
 NUMBER = re.compile(
-    r"((?<![\w)}\]])[-\N{MINUS SIGN}])?\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
+    r"((?<![)}\]])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
     rf"(?P<frac>\\[dt]?frac\{{?)?((?(frac)-?){DIGITS})(?(frac)\}}?\{{?({DIGITS})|(?: ?/ ?({DIGITS}))?)"
 )
+FULL_WIDTH = {0xFF0D: "-", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFFE5: "¥"}
+FULL_WIDTH_COMMA = re.compile(r"(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
+"""between full-width digits; elsewhere it is the comma of a Chinese sentence"""
 EVERYTHING = r"(?s).+"
 
 
@@ -96,7 +100,7 @@ def last_match(pattern: str, text: str) -> str | None:
 
 def number(text: str) -> Decimal | None:
     """The last number in `text`; a fraction is its value, and currency, percent sign and separators of thousands go."""
-    last = deque(NUMBER.finditer(text), maxlen=1)
+    last = deque(NUMBER.finditer(FULL_WIDTH_COMMA.sub(",", text).translate(FULL_WIDTH)), maxlen=1)
     if not last:
         return None
     sign, whole, _, *parts = last[0].groups()

@@ -44,6 +44,12 @@ def scores(
         ("10% of .5", "0.5"),
         ("12.", "12"),
         ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
+        ("\uff11\uff0c\uff12\uff13\uff14\uff0e\uff15", "1234.5"),  # full width, as a Chinese keyboard writes it
+        ("\u7b54\u6848\u662f\uff0d\uff15", "-5"),  # "the answer is", without a space
+        ("\u7b54\u6848\u662f-5", "-5"),
+        ("\u7b54\u3048\u306f-5", "-5"),  # Japanese
+        ("\uff082\uff09-5", "5"),
+        ("\u67093\uff0c400", "400"),  # a Chinese sentence's comma
         ("€ 20", "20"),
         ("007", "7"),
         ("1 000", "1000"),
