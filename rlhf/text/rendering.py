@@ -94,9 +94,10 @@ def folded(message: Message, template: str) -> Message:
         content = f"<think>\n{thought}\n{THOUGHT_END}\n\n{message.content}"
         return replace(message, content=content, keys=keys)
     if form == "beside" and not thought and message.role == "assistant" and THOUGHT_END in message.content:
-        thought, _, answer = message.content.rpartition(THOUGHT_END)
-        keys = message.keys | {THOUGHT_KEYS[0]: thought.strip().removeprefix("<think>").strip()}
-        return replace(message, content=answer.strip(), keys=keys)
+        before, _, answer = message.content.rpartition(THOUGHT_END)
+        thought = before.strip().removeprefix("<think>").strip()
+        keys = {THOUGHT_KEYS[0]: thought} if thought else {}  # gpt-oss writes a channel for an empty one, too
+        return replace(message, content=answer.strip(), keys=message.keys | keys)
     return message
 
 

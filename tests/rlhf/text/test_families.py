@@ -105,6 +105,7 @@ def test_where_the_prompt_ends_the_thought_an_answer_may_have_an_empty_one() -> 
     assert template.turn_ids(row, empty) == template.turn_ids(row, ANSWER)
     with pytest.raises(UserError, match="ends the thought in the prompt"):
         template.turn_ids(row, Message("assistant", "Yes.", {"reasoning_content": "Hm."}))
+    assert family("gpt_oss").turn_ids(row, empty) == family("gpt_oss").turn_ids(row, ANSWER)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
