@@ -19,7 +19,7 @@ from data.sources.files import parse
 from rlhf.config import Config as Options
 from rlhf.config import suggest, validate
 from rlhf.errors import UserError
-from rlhf.text.messages import short_json
+from rlhf.text.messages import read_json, short_json
 from rlhf.types import Row
 
 HUB_IDS = ()
@@ -44,6 +44,7 @@ class Columns(Options):
     history: str | None = None
     messages: str | None = None
     system: str | None = None
+    tools: str | None = None
     chosen: str | None = None
     rejected: str | None = None
     kto_tag: str | None = None
@@ -117,7 +118,7 @@ def _check(values: Record, location: str) -> Entry:
         values = {key: value for key, value in values.items() if key not in OTHER_HUBS}
     if values.get("formatting") == "openai" and "tags" not in values:
         tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-        values["tags"] = tags
+        values["tags"] = tags | {"observation_tag": "tool"}
     entry = validate(Entry, values, location)
     if not (entry.hf_hub_url or entry.file_name):
         raise UserError(f"{location}: names no data; expected file_name or hf_hub_url")
@@ -198,18 +199,33 @@ def _standard(entry: Entry, record: Record, location: str, **names: str) -> Reco
     if is_default and "input" not in record:
         columns.pop("query", None)
     extra = {name: value for name, value in record.items() if name not in STANDARD and name not in columns.values()}
-    return extra | {name: read_value(record, columns[key], location) for name, key in names.items() if key in columns}
+    standard = {name: read_value(record, columns[key], location) for name, key in names.items() if key in columns}
+    if "tools" in columns:
+        tools = read_json(read_value(record, columns["tools"], location) or [], f"{location}: {columns['tools']}")
+        standard["tools"] = [*map(_tool, tools)] if isinstance(tools, list) else tools
+    return extra | standard
+
+
+def _tool(tool: object) -> object:
+    """A description {name, description, parameters} as templates read it."""
+    return {"type": "function", "function": tool} if isinstance(tool, dict) and "name" in tool else tool
 
 
 def _message(tags: Tags, message: object, location: str) -> Record:
-    """{role, content} of a message in the format that the tags describe."""
+    """A message in the format that the tags describe, as {role, content} with its other keys."""
     if not isinstance(message, dict) or tags.role_tag not in message or tags.content_tag not in message:
         expected = f"a message {{{tags.role_tag}, {tags.content_tag}}}"
         raise UserError(f"{location}: got {short_json(message)}, expected {expected}")
-    roles = {tags.system_tag: "system", tags.user_tag: "user", tags.assistant_tag: "assistant"}
+    roles = {
+        tags.system_tag: "system",
+        tags.user_tag: "user",
+        tags.assistant_tag: "assistant",
+        tags.observation_tag: "tool",
+        tags.function_tag: "function_call",
+    }
     role = message[tags.role_tag]
     if not isinstance(role, str) or role not in roles:
         expected = " or ".join(repr(name) for name in roles if name)
-        tools = "; calls of tools cannot be used" if role in (tags.observation_tag, tags.function_tag) else ""
-        raise UserError(f"{location}: got the role {short_json(role)}, expected {expected}{tools}")
-    return {"role": roles[role], "content": message[tags.content_tag]}
+        raise UserError(f"{location}: got the role {short_json(role)}, expected {expected}")
+    other_keys = {key: value for key, value in message.items() if key not in (tags.role_tag, tags.content_tag)}
+    return other_keys | {"role": roles[role], "content": message[tags.content_tag]}

@@ -67,7 +67,8 @@ def read_message(value: object, location: str) -> Message:
         return Message(standard_role, content)
     keys, learned = _keys(value, location)
     if role == "function_call":
-        keys["tool_calls"], content = [_call(content, f"{location}.value")], ""
+        calls = read_json(content, f"{location}.value")
+        keys["tool_calls"], content = calls if isinstance(calls, list) else [calls], ""
     if "tool_calls" in keys:
         keys["tool_calls"] = _calls(keys["tool_calls"], f"{location}.tool_calls")
     if content is None and keys:

@@ -16,6 +16,10 @@ SYSTEM = Message("system", "s")
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}]
 RENAMED = {"prompt": "ask", "query": "more", "response": "reply", "system": "sys", "history": "old"}
 PAIR = {"prompt": "ask", "chosen": "yes", "rejected": "no"}
+CALL = Message(
+    "assistant", "", {"tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"n": 1}}}]}
+)
+TOOLS = {"tools": [{"type": "function", "function": {"name": "look"}}]}
 OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Phase, list[Row | Skipped]]] = {
@@ -117,6 +121,41 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Phase, list[Row | Skipp
         "sft",
         [Row(Q, "good", None, "q")],
     ),
+    "sharegpt, tools": (
+        {"formatting": "sharegpt", "columns": {"messages": "conversations", "tools": "functions"}},
+        {
+            "conversations": [
+                SHARED[0],
+                {"from": "function_call", "value": '[{"name": "look", "arguments": {"n": 1}}]'},
+                {"from": "observation", "value": "42"},
+                SHARED[1],
+            ],
+            "functions": '[{"name": "look"}]',
+        },
+        "sft",
+        [Row((*Q, CALL, Message("tool", "42")), "good", None, "q", variables=TOOLS)],
+    ),
+    "openai, tools": (
+        {"formatting": "openai", "columns": {"messages": "messages", "tools": "tools"}},
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "", **CALL.keys},
+                {"role": "tool", "content": "42"},
+                {"role": "assistant", "content": "good", "reasoning_content": "r"},
+            ],
+            "tools": TOOLS["tools"],
+        },
+        "sft",
+        [
+            Row(
+                (*Q, CALL, Message("tool", "42")),
+                *("good", None, "q"),
+                variables=TOOLS,
+                response_keys={"reasoning_content": "r"},
+            )
+        ],
+    ),
     "openai": (
         {"formatting": "openai", "columns": {"messages": "messages"}},
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}]},
@@ -193,11 +232,6 @@ def test_a_mistaken_entry_is_refused_by_its_key(entry: dict[str, Any], message: 
             "conversations[0]: got the role \"user\", expected 'system' or 'human' or 'gpt'",
         ),
         ({"ranking": True}, {"instruction": "q", "input": "", "output": "a"}, 'output: got "a", expected a list of'),
-        (
-            {"formatting": "sharegpt"},
-            {"conversations": [{"from": "observation", "value": "q"}]},
-            "calls of tools cannot be used",
-        ),
         (
             {"formatting": "sharegpt"},
             {"conversations": [{"role": "human", "content": "q"}]},
