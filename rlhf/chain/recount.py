@@ -97,6 +97,11 @@ def largest_error(spread: float, count: int) -> float:
     return math.sqrt(2 * math.log(2 * max(1, count) / P)) * spread
 
 
+def log_prob_spread(spread: float, log_probs: Tensor) -> float:
+    """s of a log-prob: that of its logit, and its own rounding. With all logits near 0 it is still ln(vocabulary)."""
+    return math.hypot(spread, EPS * log_probs.square().mean().sqrt().item())
+
+
 def mean_error(spread: float, count: int) -> float:
     """The bound of the mean of `count` log-probs. spread: s of a logit"""
     return largest_error(spread, 1) * math.sqrt(2 / count) + spread**2 / 2
@@ -234,7 +239,8 @@ def _fine_tuning(run: Recount) -> Iterator[Claim]:
     rows = [(row, *log_probs(model, row.ids)) for row in data.evaluation]
     learned = torch.cat([values[start - 1 : end - 1] for row, values, _ in rows for start, end in row.spans])
     scale = math.sqrt(sum(square for _, _, square in rows) / len(rows))
-    bound = mean_error(rounding * scale, len(learned)) + EPS * scale + merging_error(run.merging * scale)
+    bound = mean_error(rounding * scale, len(learned)) + merging_error(run.merging * scale)
+    bound += EPS * (scale + learned.abs().mean().item())
     perplexity = math.exp(-learned.mean().item())
     yield Claim("eval_perplexity", run.metrics["eval_perplexity"], perplexity, perplexity * math.expm1(bound))
     prompts = [row.ids[: row.spans[-1][0]] for row in data.evaluation[:PROMPTS]]
@@ -304,13 +310,13 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     before = [log_probs(reference, (*prompt, *ids), len(prompt), temperature) for prompt, ids, _ in triples]
     del reference
     scale = math.sqrt(sum(square for _, square in after + before) / (2 * len(triples)))
-    spread, merged = rounding * scale, merging_error(merging * scale)
+    nlls = -torch.cat([values for values, _ in before])
+    spread, merged = log_prob_spread(rounding * scale, nlls), merging_error(merging * scale)
     kl = torch.stack([(a - b).sum() for (a, _), (b, _) in zip(after, before, strict=True)])
     bound = 2 * largest_error(spread, 1) * lengths.sum().sqrt().item() / len(kl) + len(kl) * EPS * kl.abs().mean()
     yield Claim("eval_kl", run.metrics["eval_kl"], kl.mean().item(), float(bound + merged * lengths.mean()))
     bound = 2 * largest_error(spread, len(kl)) * lengths.max().sqrt() + merged * lengths.max()
     yield _farthest("KL of the samples", [sample["kl"] for sample in samples], kl, float(bound))
-    nlls = -torch.cat([values for values, _ in before])
     nll = nlls.mean().item()
     yield Claim("eval_ref_nll", run.metrics["eval_ref_nll"], nll, mean_error(spread, len(nlls)) + len(nlls) * EPS * nll)
     yield _scores(run, template, triples)

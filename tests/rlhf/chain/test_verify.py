@@ -62,6 +62,16 @@ def vars_of(rows: Any) -> tuple[Tensor, Tensor]:
     return rows.ids, rows.mask
 
 
+def test_a_log_prob_is_rounded_where_logits_are_small() -> None:
+    """A policy that has hardly learned gives all of a large vocabulary the same probability."""
+    logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(0)) * 1e-4
+    values = logits.log_softmax(-1)[:, 0].double()
+    error = (values - logits.double().log_softmax(-1)[:, 0]).abs().max()
+    spread = recount.EPS * logits.square().mean().sqrt().item()
+    assert recount.largest_error(spread, len(values)) < error
+    assert error < recount.largest_error(recount.log_prob_spread(spread, values), len(values))
+
+
 def test_a_seal_is_of_these_files_only(tmp_path: Path) -> None:
     files = [tmp_path / "a/manifest.json", tmp_path / "a/model/weights"]
     for file in files:
