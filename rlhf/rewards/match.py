@@ -23,7 +23,8 @@ DIGITS = (
 # Sign, whole part of 2 1/2, numerator, denominator. A hyphen between words or digits (3-4) is no sign;
 # after Chinese or Japanese, which have no spaces, it is.
 NUMBER = re.compile(
-    r"((?<![)}\]])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
+    r"((?<![)}\]])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?"
+    r"\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
     rf"(?P<frac>\\[dt]?frac\{{?)?((?(frac)-?){DIGITS})(?(frac)\}}?\{{?({DIGITS})|(?: ?/ ?({DIGITS}))?)"
 )
 FULL_WIDTH = {0xFF0D: "-", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFFE5: "¥"}
