@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +170,22 @@ def tracker() -> None:
     ]
 
 
+def converted() -> None:
+    """Scores are those of DeepSpeed-Chat's model: `v_head` of the last token's hidden state."""
+    body, rollout, folder = tiny.backbone("opt"), responses.rollout(), Path("old")
+    head = torch.nn.Linear(body.config.word_embed_proj_dim, 1, bias=False)
+    weights = {f"rwtransformer.{name}": weight for name, weight in body.state_dict().items()}
+    for part in (body.config, tiny.tokenizer()):
+        part.save_pretrained(folder)
+    torch.save({**weights, "v_head.weight": head.weight.data}, folder / "pytorch_model.bin")
+    subprocess.run([sys.executable, "from_deepspeed_chat.py", "old", "new"], check=True)
+    scores = rewards.open_source("learned,model=new", responses.context(folder))(responses.samples(rollout))
+    rows = zip(rollout.prompt_ids, rollout.prompt_mask, rollout.response_tokens(), strict=True)
+    ids = [torch.tensor([[*prompt[mask].tolist(), *response]]) for prompt, mask, response in rows]
+    expected = torch.cat([head(body.eval()(row).last_hidden_state[:, -1]) for row in ids]).flatten()
+    assert torch.allclose(scores, expected, atol=1e-5 * expected.abs().max().item())  # a few hundred roundings
+
+
 CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("data.md", "my_dataset.py"): numbers,
     ("evaluate.md", "judge.py"): kind_or_rude,
@@ -176,6 +194,7 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_dataset.py"): lines,
     ("extending.md", "my_reward.py"): reward,
     ("extending.md", "my_objective.py"): hinge,
+    ("models.md", "from_deepspeed_chat.py"): converted,
     ("rewards.md", "llama_2.py"): llama_2,
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
