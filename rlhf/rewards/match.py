@@ -20,12 +20,13 @@ DIGITS = (
     r"(?:(?:\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,;]|[ \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}])\d{3})+(?!\d)|\d+)"
     r"(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
 )
-# Sign, whole part of 2 1/2, numerator, denominator. A hyphen between words or digits (3-4) is no sign;
-# after Chinese or Japanese, which have no spaces, it is.
+# Sign, whole part of 2 1/2, numerator, denominator; the last two in LaTeX's form, with braces or one digit each, or in
+# plain digits. A hyphen between words or digits (3-4) is no sign; after Chinese or Japanese, which have no spaces, it
+# is, but for the second of two years, months, days or yuan.
 NUMBER = re.compile(
-    r"((?<![)}\]])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?"
+    r"((?<![)}\]])(?<!\d[\u5e74\u6708\u65e5\u5143])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?"
     r"\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
-    rf"(?P<frac>\\[dt]?frac\{{?)?((?(frac)-?){DIGITS})(?(frac)\}}?\{{?({DIGITS})|(?: ?/ ?({DIGITS}))?)"
+    rf"(?:\\[dt]?frac(?:\{{(-?{DIGITS})\}}|(\d))(?:\{{({DIGITS})\}}|(\d))|({DIGITS})(?: ?/ ?({DIGITS}))?)"
 )
 FULL_WIDTH = {0xFF0D: "-", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFFE5: "¥"}
 FULL_WIDTH_COMMA = re.compile(r"(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
@@ -104,7 +105,7 @@ def number(text: str) -> Decimal | None:
     last = deque(NUMBER.finditer(FULL_WIDTH_COMMA.sub(",", text).translate(FULL_WIDTH)), maxlen=1)
     if not last:
         return None
-    sign, whole, _, *parts = last[0].groups()
+    sign, whole, *parts = last[0].groups()
     value, *denominator = (Decimal(re.sub(r"[^\d.eE+-]", "", part)) for part in parts if part)
     if not all(denominator):
         return None

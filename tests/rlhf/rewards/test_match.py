@@ -49,6 +49,7 @@ def scores(
         ("\u7b54\u6848\u662f-5", "-5"),
         ("\u7b54\u3048\u306f-5", "-5"),  # Japanese
         ("\uff082\uff09-5", "5"),
+        ("\uff08701\u5e74-762\u5e74\uff09", "762"),  # a range of years
         ("\u67093\uff0c400", "400"),  # a Chinese sentence's comma
         ("€ 20", "20"),
         ("007", "7"),
@@ -70,6 +71,8 @@ def scores(
         ("$1,000.00", "1000"),
         (r"-\$5", "-5"),
         (r"\frac{1}{2}-3", "3"),
+        (r"\frac{12}{n}", "12"),
+        (r"\frac{10}{\pi}", "10"),
     ],
 )
 def test_the_last_number(text: str, expected: str) -> None:
