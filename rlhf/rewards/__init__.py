@@ -180,7 +180,7 @@ def check_rows(spec: str, rows: Iterable[Row]) -> None:
     module = None if _is_function(spec) else plugins.find("rlhf.rewards", plugins.parse_spec(spec)[0])
     check = getattr(module, "check_rows", None)
     if check is not None:
-        check(plugins.options("rlhf.rewards", spec), [*rows])
+        plugins.call(spec, "check_rows", check, plugins.options("rlhf.rewards", spec), [*rows])
 
 
 def _is_function(spec: str) -> bool:

@@ -141,12 +141,14 @@ def test_a_source_of_the_user_checks_its_rows(tmp_path: Path) -> None:
     source.write_text(
         "from rlhf.config import Config as Base\nfrom rlhf.errors import UserError\n"
         "class Config(Base):\n    least: int = 1\ndef build(config, context): ...\n"
-        "def check_rows(config, rows):\n    if len(rows) < config.least:\n        raise UserError(f'{len(rows)}')\n"
+        "def check_rows(config, rows):\n    if len(rows) < config.least:\n        raise UserError(f'{len(rows)}')\n    1 / config.least\n"
     )
     rows = iter(rollout().rows)
     with pytest.raises(UserError, match=r"^3$"):
         rewards.check_rows(f"{source},least=4", rows)
     rewards.check_rows(f"{source},least=3", rollout().rows)
+    with pytest.raises(UserError, match=r"check_rows: .*mine\.py:9: in check_rows: ZeroDivisionError: "):
+        rewards.check_rows(f"{source},least=0", rollout().rows)
     rewards.check_rows("length,target=3", rollout().rows)
 
 
