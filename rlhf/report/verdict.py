@@ -349,12 +349,12 @@ def _stale(run: RunRecord) -> dict[str, str]:
     """A sentence for each stage that started from another stage's output than the run has now, by its name."""
     now = {str(stage.directory.resolve()): stage for stage in run.stages}
     return {
-        stage.directory.name: f"`{stage.directory.name}` is stale: `{now[path].directory.name}`, which it started "
-        "from, is another one now; --overwrite runs it again."
+        stage.directory.name: f"`{stage.directory.name}` is stale: `{now[path].directory.name}`, from which it "
+        "started, was made again since; --overwrite runs the stale stage again."
         for stage in run.stages
         for entry in (stage.manifest or {}).get("inputs", {}).values()
         for path in (str(Path(entry["path"]).resolve()), str(Path(entry["path"]).resolve().parent))
-        if path in now and entry["manifest_sha256"] not in (None, (now[path].manifest or {}).get("sha256"))
+        if path in now and entry["manifest_sha256"] != (now[path].manifest or {}).get("sha256")
     }
 
 
