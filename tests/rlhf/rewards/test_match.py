@@ -141,7 +141,8 @@ def test_a_source_of_the_user_checks_its_rows(tmp_path: Path) -> None:
     source.write_text(
         "from rlhf.config import Config as Base\nfrom rlhf.errors import UserError\n"
         "class Config(Base):\n    least: int = 1\ndef build(config, context): ...\n"
-        "def check_rows(config, rows):\n    if len(rows) < config.least:\n        raise UserError(f'{len(rows)}')\n    1 / config.least\n"
+        "def check_rows(config, rows):\n    if len(rows) < config.least:\n        raise UserError(f'{len(rows)}')\n"
+        "    1 / config.least\n"
     )
     rows = iter(rollout().rows)
     with pytest.raises(UserError, match=r"^3$"):
