@@ -325,9 +325,9 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
 def _scores(run: Recount, template: Template, responses: Sequence[tuple[Sequence[int], Sequence[int], bool]]) -> Claim:
     """The claim on the scores, if they are those of one reward model with the policy's tokenizer. responses: ids of the
     prompt and of the response, and whether it has ended"""
-    (weight, spec), *others = [plugins.split_weight(spec) for spec in run.config["reward"]]
+    (weight, spec), *more = [plugins.split_weight(spec) for spec in run.config["reward"]]
     source, options = plugins.parse_spec(spec)
-    if others or source != "learned" or set(options) - {"model"}:
+    if more or source != "learned" or set(options) - {"model"}:
         return Claim(f"score of the samples, by {' '.join(run.config['reward'])}", len(responses), None)
     path = manifests.resolve_model_path(options.get("model") or run.input("reward_model"), "model", "critic")
     if not same_ids(prepare_tokenizer(load_tokenizer(path), "auto"), template.tokenizer):

@@ -21,8 +21,8 @@ def build(config: Config, context: Context) -> Source:
     """
 
     def score(samples: Samples) -> Tensor:
-        shares = [-repeated_share(ids, config.n) for ids in samples.rollout.tokens_before_end()]
-        return torch.tensor(shares, device=context.device)
+        scores = [-repeated_share(ids, config.n) for ids in samples.rollout.tokens_before_end()]
+        return torch.tensor(scores, device=context.device)
 
     return score
 
