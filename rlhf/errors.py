@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlhf import streams
+from rlhf import private_folders, streams
 
 
 class UserError(ValueError):
@@ -39,6 +39,7 @@ def run_as_user(main: Callable[[], int | None]) -> int:
     """
     streams.ignore_broken_streams(report=False)
     try:
+        private_folders.use()
         try:
             code = int(main() or 0)
         except SystemExit as leaving:

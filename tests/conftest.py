@@ -21,6 +21,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RLHF_CACHE"] = tempfile.mkdtemp(prefix="rlhf-test-cache-")
+os.environ["GRADIO_TEMP_DIR"] = f"{os.environ['RLHF_CACHE']}/gradio"
 if "PYTEST_XDIST_WORKER" not in os.environ:  # all workers have one: what one has compiled, another need not
     # of this run alone: a killed compilation leaves half a file
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['RLHF_CACHE']}/inductor"

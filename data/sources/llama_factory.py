@@ -142,7 +142,17 @@ def _open(entry: Entry, path: str, file: Path) -> tuple[RecordReader, str | None
     name = os.path.normpath(entry.file_name or "")
     if os.path.isabs(name) or name.split(os.sep)[0] == "..":  # a stranger's entry must not lead to a private file
         raise UserError(f"{path}: file_name '{entry.file_name}': expected a file beside dataset_info.json or below")
-    return DataFiles(path, tuple(data_files(str(file.parent / name)))), split
+    files = data_files(str(file.parent / name))
+    inside = (
+        file.parent.resolve(),
+        file.resolve().parent,
+    )  # the second: in the hub's cache, each file is a link to a blob
+    for each in files:
+        if not any(each.resolve().is_relative_to(folder) for folder in inside):
+            raise UserError(
+                f"{path}: file_name '{entry.file_name}': {each} leads out of the folder; copy the file there"
+            )
+    return DataFiles(path, tuple(files)), split
 
 
 def _read_alpaca(entry: Entry, record: Record, location: str) -> Parsed:

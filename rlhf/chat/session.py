@@ -21,6 +21,9 @@ from rlhf.text.prompt_file import format_prompt
 from rlhf.text.templates import thought_form
 from rlhf.types import Message
 
+MAX_CHARACTERS = 100_000
+"""of a message; longer ones cost minutes before they prove too long for a model (20 MB: 47 s and 1.5 GB)"""
+
 
 @dataclass(slots=True)
 class Turn:
@@ -70,6 +73,8 @@ class Session:
         """
         if not text.strip():
             raise UserError("got an empty message, expected text")
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(f"got a message of {len(text):,} characters, expected at most {MAX_CHARACTERS:,}")
         if self.turn is not None:
             self.go_on_with(0)
         messages = (*self.history, Message("user", text))

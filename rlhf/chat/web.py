@@ -31,6 +31,8 @@ HOSTS = ["127.0.0.1", "localhost"]
 """names under which a browser may open the page: a foreign site's name that leads here (DNS rebinding) is refused"""
 FONTS = ["system-ui", "sans-serif"]
 """the page loads nothing from elsewhere"""
+MAX_BODY = 2**20
+"""bytes of a request: a message and what Gradio adds are far shorter"""
 SIDES = ("left", "right")
 Messages = list[dict[str, str]]
 
@@ -178,16 +180,24 @@ def is_own(origin: str) -> bool:
 
 
 class OwnPagesOnly:
-    """Refuses requests that a page of another site sends (a browser names the site in Origin), and files: the page has
-    no use for them, and Gradio would store any number."""
+    """Refuses requests of pages of another site (a browser names the site in Origin), long requests, and files: the
+    page has no use for them, and Gradio would store any number."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = Headers(scope=scope).get("origin") if scope["type"] == "http" else None
-        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        if scope["path"].rstrip("/").endswith("/upload"):
             await PlainTextResponse("the page takes no files", 403)(scope, receive, send)
+        elif "transfer-encoding" in headers or int(headers.get("content-length", 0)) > MAX_BODY:
+            await PlainTextResponse(f"expected a request of known length, at most {MAX_BODY} bytes", 413)(
+                scope, receive, send
+            )
         elif origin is None or is_own(origin):
             await self.app(scope, receive, send)
         else:

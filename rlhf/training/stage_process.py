@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
-from rlhf import console, errors, streams
+from rlhf import console, errors, private_folders, streams
 from rlhf.config import accelerate_settings, foreign_settings, parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
@@ -88,6 +88,7 @@ def stage_main(
     argv = foreign_settings.plain_words(console.words(argv))
     try:
         with requeue_on_signal(), _Patience():
+            private_folders.use()
             rank_variables.adopt(os.environ)
             _end_with_launcher()
             accelerate_settings.adopt(os.environ)

@@ -24,8 +24,8 @@ ROOMS = (
     "rlhf.chat", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
     "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models", "rlhf.cpu",
     "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
-    "rlhf.maths", "rlhf.types",
-    "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors", "rlhf.streams", "rlhf.shipped",
+    "rlhf.maths", "rlhf.types", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors",
+    "rlhf.streams", "rlhf.private_folders", "rlhf.shipped",
 )  # fmt: skip
 STAGES = ("step1_sft", "step2_reward", "step3_ppo")
 DATA_SEES = ("rlhf.pages", "rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage", "rlhf.maths", "rlhf.types",
@@ -33,8 +33,8 @@ DATA_SEES = ("rlhf.pages", "rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage
 # Importing these must not import torch, so that --help and a mistyped option answer at once.
 TORCH_FREE = (
     "rlhf.cli", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.config.options", "rlhf.config.short_help",
-    "rlhf.errors", "rlhf.streams", "rlhf.hub.short_names", "rlhf.training.out_of_memory", "rlhf.training.stage_process",
-    "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
+    "rlhf.errors", "rlhf.streams", "rlhf.private_folders", "rlhf.hub.short_names", "rlhf.training.out_of_memory",
+    "rlhf.training.stage_process", "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
     "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options",
     "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",

@@ -289,6 +289,37 @@ def test_an_entry_reads_nothing_outside_of_its_directory(tmp_path: Path, entry: 
         open_origin(path)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "sub", "sub/rows.jsonl", "outside/rows.jsonl", "outside", "s*/*.jsonl"])
+def test_an_entry_follows_no_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    """A stranger's archive may have links: to a file, to a directory, and below a directory or a pattern."""
+    secret = tmp_path / "secret" / "rows.jsonl"
+    secret.parent.mkdir()
+    secret.write_text(json.dumps({"instruction": "q", "output": "secret"}) + "\n")
+    folder = tmp_path / "downloaded"
+    (folder / "sub").mkdir(parents=True)
+    path = write(folder, {"file_name": name})
+    (folder / "rows.jsonl").unlink(missing_ok=True)
+    for link in (folder / "rows.jsonl", folder / "sub" / "rows.jsonl"):
+        link.symlink_to(secret)
+    (folder / "outside").symlink_to(secret.parent)
+    with pytest.raises(UserError, match=r":mine: file_name '.*': .*rows.jsonl leads out of the folder"):
+        open_origin(path)
+
+
+def test_an_entry_in_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
+    """There each file is a link to a blob outside of the snapshot."""
+    for folder in ("snapshots/1", "blobs"):
+        (tmp_path / folder).mkdir(parents=True)
+    path = write(tmp_path / "snapshots" / "1", {"file_name": "rows.jsonl"})
+    for name, text in (("dataset_info.json", ""), ("rows.jsonl", '{"instruction": "q", "output": "good"}')):
+        file = tmp_path / "snapshots" / "1" / name
+        blob = tmp_path / "blobs" / name[:4]
+        blob.write_text(text or file.read_text())
+        file.unlink(missing_ok=True)
+        file.symlink_to(f"../../blobs/{name[:4]}")
+    assert len(list(open_origin(path).rows("sft"))) == 1
+
+
 def test_an_entry_may_name_a_file_below(tmp_path: Path) -> None:
     path = write(tmp_path, {"file_name": "sub/../sub/rows.jsonl"})
     (tmp_path / "sub").mkdir()

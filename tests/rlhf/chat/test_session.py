@@ -186,6 +186,8 @@ def test_what_must_not_train_a_reward_model_is_no_vote(make: Make) -> None:
         single.vote("a")
     with pytest.raises(UserError, match="empty message"):
         single.ask("  ")
+    with pytest.raises(UserError, match="a message of 100,001 characters, expected at most 100,000"):
+        single.ask("a" * 100_001)
     assert not session.votes.exists()
 
 

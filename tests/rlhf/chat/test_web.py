@@ -110,3 +110,21 @@ def test_nobody_can_upload(served: Any, origin: str | None) -> None:
     connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
     connection.request("POST", "/gradio_api/upload", body, headers)
     assert connection.getresponse().status == 403
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "status"),
+    [
+        ("Content-Length", str(20 * 2**20), 413),
+        ("Content-Length", str(2**20 + 1), 413),
+        ("Transfer-Encoding", "chunked", 413),
+        ("Content-Length", "2", 422),  # is read, and has not what Gradio expects
+    ],
+)
+def test_a_long_request_is_refused_before_it_is_read(served: Any, header: str, value: str, status: int) -> None:
+    connection = http.client.HTTPConnection(urlsplit(served[0]).netloc, timeout=20)
+    connection.putrequest("POST", "/gradio_api/queue/join")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader(header, value)
+    connection.endheaders(b"{}" if value == "2" else None)
+    assert connection.getresponse().status == status

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlhf.config import parser
-from rlhf.config.secrets import refuse_secrets
+from rlhf.config.secrets import masked, refuse_secrets
 from rlhf.errors import UserError
 from step1_sft.config import SFTConfig
 
@@ -41,9 +41,43 @@ def test_a_secret_is_no_option(argv: list[str], option: str, monkeypatch: pytest
         parser.parse(SFTConfig, ["--config", str(file)], "sft", "")
 
 
+VALUE = "a1B2c3D4" * 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"https://host/x?{name}={VALUE}" for name in ("key", "auth", "access_key", "api_token", "token", "pwd")),
+        *(f"https://host/x?a=1&{name}={VALUE}" for name in ("key", "auth", "accesskey", "sig", "private-key")),
+        *(f"mine.py,a=1,{name}={VALUE}" for name in ("api_token", "auth", "auth_token", "openai_api_key")),
+        *(f"mine.py,{name}={VALUE}" for name in ("client_secret", "db_password", "credentials", "Authorization")),
+        f"github_pat_{VALUE}", f"sk_live_{VALUE}", f"sk-ant-api03-{VALUE}", f"nvapi-{VALUE}", f"gsk_{VALUE}",
+        f"xai-{VALUE}", f"npm_{VALUE}", f"pypi-AgE{VALUE}", f"ya29.{VALUE}", f"wandb_v1_{VALUE}", f"SG.{VALUE}.{VALUE}",
+        f"xapp-1-{VALUE}", "ASIAABCDEFGHIJKLMNOP", f"eyJ{VALUE}.eyJ{VALUE}.{VALUE}", "-----BEGIN RSA PRIVATE KEY-----",
+    ],
+)  # fmt: skip
+def test_tokens_and_names_of_secrets(text: str) -> None:
+    """In an address, among the options of a plug-in, and by themselves."""
+    with pytest.raises(UserError, match="--x: got what looks like"):
+        refuse_secrets({"x": ["a", text]}, {})
+    assert masked({"x": [text]}, {}) == {"x": ["***"]}
+
+
+def test_names_of_secrets_in_a_file_of_options() -> None:
+    """`reward: {python: {api_key: ...}}` has the name and the value apart."""
+    options = {"reward": {"python": {"api_key": "abcd1234", "key": "answer", "pad_token": "<pad>"}}}
+    with pytest.raises(UserError, match=r"--reward\.python\.api-key: got what looks like"):
+        refuse_secrets(options, {})
+    expected = {"api_key": "***", "key": "answer", "pad_token": "<pad>"}
+    assert masked(options, {}) == {"reward": {"python": expected}}
+
+
 @pytest.mark.parametrize(
     "value",
     [
+        "mine.py,key=answer,author=twain,pad_token=<pad>",
+        "Authors/keys-and-tokens",
+        "sk-learn-a-long-name",
         "opt-1.3b",
         "meta-llama/Llama-3.2-1B",
         "hf_model",
