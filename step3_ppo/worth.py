@@ -5,6 +5,7 @@ best-of-n is close to the most that any policy gains at its KL (rlhf/maths/best_
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +37,10 @@ PROMPTS = 32
 """enough, because the gain of best-of-n differs less between prompts than that of single responses does"""
 ENOUGH = 10.0
 """effective sample size above which importance weights lose less than 4 % of the gain, if scores are normal"""
+ROUNDING = 0.05
+"""of the standard deviation of the scores: bf16 rounds to 0.004 of a number"""
+OTHERS = 0.1
+"""of the responses before training may be others, by rounding while they were sampled"""
 COLUMNS = "scores", "judge"
 """of the file: a list of K for each prompt, of which the first is that of the evaluation before training"""
 
@@ -62,8 +67,8 @@ def measure(
     path = Path(config.output_dir) / STAGE.name / BEST_OF
     judged = [] if before.judge_scores is None else [before.judge_scores]
     first = torch.stack([before.scores, *judged])[:, :p]
-    saved = _read(path, first, more + 1)
-    if saved is not None:
+    saved = collectives.gather_objects(read_scores(path, len(first)) if collectives.is_main() else None)[0]
+    if saved is not None and saved.shape == (*first.shape, more + 1) and _alike(saved[:, :, 0], first):
         return saved
     console.status(f"{STAGE.name}: {p * more} more responses before training, with which the result is compared")
     rows = [i for i in collectives.rows_of_rank(p) for _ in range(more)]
@@ -76,19 +81,27 @@ def measure(
     if not start.isfinite().all():
         console.say(f"warning: {STAGE.name}: a score before training is no finite number, so no best-of-n is reported")
         return None
-    if collectives.is_main() and not path.exists():
+    if collectives.is_main():
         lines = (dict(zip(COLUMNS, columns, strict=False)) for columns in start.transpose(0, 1).tolist())
         disk.write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     return start
 
 
-def _read(path: Path, first: Tensor, k: int) -> Tensor | None:
-    """The scores in the file, if there are K of them, and the first ones are still the same: then the seed, the policy
-    and what scores it are."""
-    rows = collectives.gather_objects(disk.json_lines(path) if collectives.is_main() else [])[0]
-    columns = [[row.get(name, [None]) for row in rows] for name in COLUMNS[: len(first)]]
-    same = [[scores[0] for scores in column] for column in columns] == first.tolist()
-    return torch.tensor(columns) if same and {len(scores) for column in columns for scores in column} == {k} else None
+def read_scores(path: Path, columns: int) -> Tensor | None:
+    """The scores in the file, and the judge's as the second of two columns: [columns, P, K]; None if it has none."""
+    rows = [[row.get(name, 0) for name in COLUMNS[:columns]] for row in disk.json_lines(path)]
+    try:
+        scores = torch.tensor(rows)
+    except (TypeError, ValueError):  # a line is damaged, or of another run
+        return None
+    return scores.transpose(0, 1) if scores.dim() == 3 else None
+
+
+def _alike(saved: Tensor, first: Tensor) -> bool:
+    """Whether two rows of scores [P] are of the same responses by the same source. On another number of processes the
+    scores have other rounding, and a few responses may be others; of another seed nearly all are."""
+    far = (saved - first).abs() > ROUNDING * first.std(1, correction=0, keepdim=True)
+    return bool((far.double().mean(1) <= OTHERS).all())
 
 
 def worth(start: Tensor | None, before: Evaluation, after: Evaluation) -> Metrics:
@@ -97,12 +110,17 @@ def worth(start: Tensor | None, before: Evaluation, after: Evaluation) -> Metric
     The score chooses among n. The gains are over the mean response before training to the same prompt: the policy's of
     all held-out prompts, best-of-n's of the first P.
     """
-    if start is None:
-        return {}
+    pairs = [("score", before.scores, after.scores)]
+    if before.judge_scores is not None and after.judge_scores is not None:
+        pairs.append(("judge", before.judge_scores, after.judge_scores))
+    return {} if start is None else worth_of(start, pairs, after.kl)
+
+
+def worth_of(start: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]], kl: Tensor) -> Metrics:
+    """The same numbers of `pairs`, (name, before, after) of the held-out responses [N]. kl: nats of each response"""
     start, metrics = start.double(), {"eval_best_of": float(start.shape[2])}
-    pairs = ("score", before.scores, after.scores), ("judge", before.judge_scores, after.judge_scores)
     for samples, (name, old, new) in zip(start, pairs, strict=False):
-        if old is None or new is None or not new.isfinite().all():
+        if not new.isfinite().all():
             continue
         mean_before = old.double().clone()
         mean_before[: len(samples)] = samples.mean(1)
@@ -110,10 +128,10 @@ def worth(start: Tensor | None, before: Evaluation, after: Evaluation) -> Metric
         n = best_of_n.worth(gains, best)
         names = (f"eval_{name}_worth_{end}" for end in ("best_of", "low", "high"))
         metrics |= dict(zip(names, (n.mean, n.low, n.high), strict=True))
-        efficiency = best_of_n.efficiency(gains, best, after.kl) if name == "score" else None
+        efficiency = best_of_n.efficiency(gains, best, kl) if name == "score" else None
         if efficiency is not None:
             metrics |= {"eval_score_efficiency": efficiency.mean, "eval_score_efficiency_ci95": efficiency.half_width}
-            possible = best_of_n.gibbs(samples, after.kl.mean().item())
+            possible = best_of_n.gibbs(samples, kl.mean().item())
             if possible is not None and possible[1] >= ENOUGH:
                 metrics["eval_score_efficiency_gibbs"] = gains.mean().item() / possible[0]
     return metrics

@@ -4,25 +4,12 @@ Nothing of this project's forward code is used: no packed rows, no kernels, no e
 rows and their ids are those that the data preparation gives for the saved tokenizer. Each row goes through the saved
 model alone, in fp32 and without padding.
 
-The bounds are derived. A run computes in a dtype with the step eps, so that one rounding is off by eps / sqrt(12) of a
-number in the root mean square. From the ids to a logit or score, a layer rounds ROUNDINGS times, and in fp32 each of
-its PRODUCTS adds up `width` terms, with a rounding each; dtypes of fewer bits are summed in fp32. The errors of n
-roundings add up like a random walk (Higham & Mary 2019, SIAM J. Sci. Comput. 41), so that a number is off by
-
-    s = eps / sqrt(12) sqrt(n) scale,  n = layers (ROUNDINGS + PRODUCTS width)
-
-with the root mean square of the logits, or scores, as `scale`. The largest of N such errors is below z s, with
-z = sqrt(2 log(2 N / P)), but with probability P. A log-prob is a logit less a log-sum-exp: sqrt(2) s; the log-sum-exp
-of rounded logits is s^2 / 2 too large in the mean. The KL of T tokens has 2 T log-probs. Counts have no error.
-
-Merging an adapter rounds each weight once more, so that each of the PRODUCTS of a layer is off by one rounding. That
-error is the same whenever the weight is used: in a mean over tokens it stays.
+The bounds are derived (rlhf/chain/claims.py).
 """
 
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +22,19 @@ from data.config import DataOptions
 from data.dataset import PhaseData, open_datasets
 from data.prepare.encode import Recipe
 from rlhf import plugins
+from rlhf.chain.claims import (
+    EPS,
+    PRODUCTS,
+    ROUNDINGS,
+    Claim,
+    P,
+    farthest,
+    largest_error,
+    log_prob_spread,
+    mean_error,
+    merging_error,
+    same,
+)
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path
 from rlhf.config import validate
@@ -43,7 +43,9 @@ from rlhf.errors import UserError
 from rlhf.evaluation.results_table import distinct
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
-from rlhf.maths.preferences import in_order
+from rlhf.maths.bag_of_words import preference_gaps
+from rlhf.maths.intervals import mean_interval
+from rlhf.maths.preferences import CALIBRATION_BINS, calibration, calibration_error, in_order
 from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
 from rlhf.models.traits import attention_options
@@ -51,65 +53,12 @@ from rlhf.report.records import StageRecord, read_stage
 from rlhf.storage import manifests
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer, same_ids
+from step2_reward.stage import MEASURED
+from step3_ppo.config import BEST_OF
+from step3_ppo.worth import read_scores, worth_of
 
-ROUNDINGS = 16
-"""of a layer: two norms, rotation, scores, softmax, seven products, activation, gate, two sums"""
-PRODUCTS = 7
-P = 1e-6
 PROMPTS = 16
 """to which a policy responds, until one response ends"""
-EPS = 2.0**-23
-"""the step of fp32"""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A number that a run claims, and what was computed instead."""
-
-    name: str
-    claim: Any
-    recount: Any
-    """None: it was not computed again, for the reason in `name`"""
-    bound: float = 0.0
-
-    @property
-    def holds(self) -> bool:
-        """Whether the two are within the bound of each other; NaN never is."""
-        if self.recount is None or isinstance(self.claim, str):
-            return self.recount is None or bool(self.claim == self.recount)
-        return bool(abs(self.claim - self.recount) <= self.bound)
-
-    @property
-    def line(self) -> str:
-        """The row of a table with the columns name, claim, recount and bound."""
-        cells = [x if isinstance(x, str) else f"{x:.7g}" for x in (self.claim, self.recount) if x is not None]
-        cells += ["not computed"] if self.recount is None else [f"{self.bound:.1g}" if self.bound else "equal"]
-        return f"  {self.name:<52}{''.join(f'{cell:>14}' for cell in cells)}{'' if self.holds else '  DIFFERS'}"
-
-
-def same(name: str, is_same: bool) -> Claim:
-    """A claim of something that is no number."""
-    return Claim(name, "as recorded", "as recorded" if is_same else "another")
-
-
-def largest_error(spread: float, count: int) -> float:
-    """The bound z s of `count` numbers. spread: s"""
-    return math.sqrt(2 * math.log(2 * max(1, count) / P)) * spread
-
-
-def log_prob_spread(spread: float, log_probs: Tensor) -> float:
-    """s of a log-prob: that of its logit, and its own rounding. With all logits near 0 it is still ln(vocabulary)."""
-    return math.hypot(spread, EPS * log_probs.square().mean().sqrt().item())
-
-
-def mean_error(spread: float, count: int) -> float:
-    """The bound of the mean of `count` log-probs. spread: s of a logit"""
-    return largest_error(spread, 1) * math.sqrt(2 / count) + spread**2 / 2
-
-
-def merging_error(spread: float) -> float:
-    """The bound of what merging changes in the mean of log-probs. spread: s of a logit"""
-    return math.sqrt(2) * largest_error(spread, 1)
 
 
 def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
@@ -124,17 +73,20 @@ def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
 def sealed_files(stage: StageRecord) -> list[Path]:
     """The files of a stage that its numbers depend on."""
     report, models = stage.declaration.report, (stage.manifest or {})["files"]
-    names = [manifests.MANIFEST, manifests.METRICS, report.samples, report.pair_scores, *models]
+    names = [manifests.MANIFEST, manifests.METRICS, report.samples, report.pair_scores, BEST_OF, *models]
     return [stage.directory / name for name in names if name and (stage.directory / name).is_file()]
 
 
 def recount(step: int, stage: StageRecord) -> Iterator[Claim]:
-    """All claims of a stage. One that cannot be computed again, because of damage for example, does not hold."""
+    """All claims of a stage. What cannot be computed again because of damage, for example, does not hold; at the end
+    stand the numbers of the manifest that nothing here computes again."""
     try:
         manifests.read_manifest(stage.directory)
         yield same("manifest and files of the models", True)
-        yield from {1: _fine_tuning, 2: _reward_model, 3: _reinforcement}[step](Recount(stage))
-    except UserError as error:
+        run = Recount(stage)
+        yield from {1: _fine_tuning, 2: _reward_model, 3: _reinforcement}[step](run)
+        yield from (Claim(name, run.metrics[name], None) for name in run.left)
+    except (UserError, LookupError, TypeError, ValueError) as error:  # the latter of a file with other columns
         yield Claim("can be computed again", "yes", f"no: {error}")
 
 
@@ -157,7 +109,9 @@ class Recount:
 
     def __init__(self, stage: StageRecord) -> None:
         self.stage, self.manifest = stage, stage.manifest or {}
-        self.config, self.metrics = self.manifest["config"], self.manifest["metrics"]
+        self.config = self.manifest["config"]
+        self.metrics = {name: math.nan if x is None else x for name, x in self.manifest["metrics"].items()}
+        self.left = dict.fromkeys(self.metrics)  # those that no claim was made of
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.merging = 0.0  # s / scale of what merging its adapter has changed in the model that was loaded last
         if self.config.get("quantize", "none") != "none":
@@ -196,7 +150,7 @@ class Recount:
     def files(self, data: PhaseData[Any], template: Template) -> Iterator[Claim]:
         """Claims of every stage: its numbers in both files, its rows, its template."""
         [last] = self.stage.of_kind("eval")[-1:] or [{}]
-        numbers = {name: x for name, x in self.metrics.items() if x is not None}
+        numbers = {name: x for name, x in self.metrics.items() if math.isfinite(x)}
         agree = sum(last.get(name) == float(f"{x:.6g}") for name, x in numbers.items())
         yield Claim("numbers of the manifest that metrics.jsonl has", len(numbers), agree)
         recorded = self.manifest["data"]
@@ -204,10 +158,18 @@ class Recount:
         yield same("rows of the data", all(recorded.get(path) == fingerprint for path, fingerprint in sources))
         yield same("chat template, end token", describe_template(template.tokenizer) == self.manifest["template"])
 
-    def mean(self, name: str, values: Tensor, what: str = "") -> Claim:
+    def claim(self, metric: str, value: float, bound: float = 0.0, what: str = "") -> Claim:
+        """The claim of the manifest on a metric; NaN if it has none."""
+        self.left.pop(metric, None)
+        return Claim(f"{metric}{what}", self.metrics.get(metric, math.nan), value, bound)
+
+    def mean(self, metric: str, values: Tensor, what: str = "") -> Claim:
         """The mean of N numbers of fp32, which fp32 adds up with N roundings."""
-        bound = len(values) * EPS * values.abs().mean().item()
-        return Claim(f"{name}{what}", self.metrics[name], values.double().mean().item(), bound)
+        return self.claim(metric, values.double().mean().item(), len(values) * EPS * values.abs().mean().item(), what)
+
+    def column(self, name: str) -> Tensor:
+        """A number of each sample, float64 [N]."""
+        return torch.tensor([math.nan if x[name] is None else x[name] for x in self.stage.samples]).double()
 
 
 @torch.no_grad()
@@ -242,7 +204,7 @@ def _fine_tuning(run: Recount) -> Iterator[Claim]:
     bound = mean_error(rounding * scale, len(learned)) + merging_error(run.merging * scale)
     bound += EPS * (scale + learned.abs().mean().item())
     perplexity = math.exp(-learned.mean().item())
-    yield Claim("eval_perplexity", run.metrics["eval_perplexity"], perplexity, perplexity * math.expm1(bound))
+    yield run.claim("eval_perplexity", perplexity, perplexity * math.expm1(bound))
     prompts = [row.ids[: row.spans[-1][0]] for row in data.evaluation[:PROMPTS]]
     yield _ends(model, prompts, template, run.config["max_length"])
 
@@ -251,20 +213,59 @@ def _reward_model(run: Recount) -> Iterator[Claim]:
     data, template = run.data("model", Recipe("reward"))
     yield from run.files(data, template)
     model, rounding = run.model(run.path("model"), classifier=True)
-    m, pairs = run.metrics, data.evaluation
+    pairs = data.evaluation
     both = torch.stack([scores(model, [getattr(x, side) for x in pairs]) for side in ("chosen", "rejected")])
     gap, bound = both[0] - both[1], largest_error(rounding * both.square().mean().sqrt().item(), both.numel())
     weight = torch.from_numpy(pairs.weights / pairs.weights.sum()).double()
-    near = float(weight[gap.abs() <= 2 * bound].sum())  # rounding can change the order of these pairs
-    yield Claim("eval_accuracy", m["eval_accuracy"], float((weight * in_order(gap)).sum()), near + len(gap) * EPS)
-    yield Claim("eval_loss", m["eval_loss"], float((weight * softplus(-gap)).sum()), 2 * bound)
-    yield Claim("eval_margin", m["eval_margin"], float((weight * gap).sum()), 2 * bound)
-    yield Claim("eval_score_mean", m["eval_score_mean"], both.mean().item(), bound)
-    yield Claim("eval_score_std", m["eval_score_std"], both.std(correction=0).item(), bound)
-    for name, values in zip(("chosen", "rejected"), both, strict=True):
-        # The file has the pairs in the order of their lengths. Sorting brings two lists no further apart.
-        saved = sorted((run.stage.pair_scores or {}).get(name, ()))
-        yield _farthest(f"scores of the {name} sides", saved, values.sort().values, bound)
+    yield _share_in_order(run, "eval_accuracy", gap, weight, 2 * bound)
+    yield run.claim("eval_loss", float((weight * softplus(-gap)).sum()), 2 * bound)
+    yield run.claim("eval_margin", float((weight * gap).sum()), 2 * bound)
+    yield run.claim("eval_score_mean", both.mean().item(), bound)
+    yield run.claim("eval_score_std", both.std(correction=0).item(), bound)
+    yield _calibration_error(run, gap, 2 * bound)
+    yield from _simple_rules(run, data, gap, weight, 2 * bound)
+    file = run.stage.pair_scores or {"chosen": (), "rejected": (), "weight": ()}
+    saved = torch.tensor([file["chosen"], file["rejected"]], dtype=torch.float64)
+    for name, claims, values in (
+        ("scores of the chosen sides", saved[0], both[0]),
+        ("scores of the rejected sides", saved[1], both[1]),
+        ("half of their differences", (saved[0] - saved[1]) / 2, gap / 2),
+    ):  # The file has the pairs in the order of their lengths. Sorting brings two lists no further apart.
+        yield farthest(name, claims.sort().values.tolist(), values.sort().values, bound)
+    yield same("weights of the pairs", sorted(file["weight"]) == sorted(pairs.weights.tolist()))
+
+
+def _share_in_order(run: Recount, metric: str, gap: Tensor, weight: Tensor, bound: float) -> Claim:
+    """The claim on the weight of the pairs in the right order. Rounding can change that of pairs below the bound."""
+    weight = weight / weight.sum()
+    near = float(weight[gap.abs() <= bound].sum())
+    return run.claim(metric, float((weight * in_order(gap)).sum()), near + len(gap) * EPS)
+
+
+def _calibration_error(run: Recount, gap: Tensor, bound: float) -> Claim:
+    """The claim on the calibration. A prediction sigmoid(|gap|) is off by a quarter of the gap's error. A pair whose
+    order, or bin, rounding can change moves the sum of one bin, or two, by 1."""
+    bins = 2 * CALIBRATION_BINS
+    low, high = (((torch.sigmoid((gap.abs() + x).clamp(min=0)) - 0.5) * bins).long() for x in (-bound, bound))
+    moved = float(((gap.abs() <= bound).long() + 2 * (low != high)).double().mean())
+    value = calibration_error(calibration(gap))
+    return run.claim("eval_ece", value, bound / 4 + moved + EPS)
+
+
+def _simple_rules(run: Recount, data: PhaseData[Any], gap: Tensor, weight: Tensor, bound: float) -> Iterator[Claim]:
+    """Claims on the rule that prefers the longer response, on the pairs where it errs or not, and on a bag of words."""
+    longer = torch.tensor([len(x.chosen) - len(x.rejected) for x in data.evaluation])
+    yield _share_in_order(run, "eval_length_rule", longer, weight, -1.0)
+    for name, part in {"longer": longer > 0, "shorter": longer < 0}.items():
+        if part.any():
+            yield _share_in_order(run, f"eval_accuracy_if_{name}", gap[part], weight[part], bound)
+    train, held_out = (
+        [(x.chosen[x.prompt_length :], x.rejected[x.prompt_length :]) for x in pairs]
+        for pairs in (data.train[:MEASURED], data.evaluation)
+    )
+    by_words = preference_gaps(train, held_out)
+    alike = by_words.abs() < 1e-6 * by_words.abs().max()  # sums of equal weights in another order
+    yield _share_in_order(run, "eval_words_rule", by_words * ~alike, weight, -1.0)
 
 
 def _reinforcement(run: Recount) -> Iterator[Claim]:
@@ -276,10 +277,7 @@ def _reinforcement(run: Recount) -> Iterator[Claim]:
     rows = data.evaluation[: len(samples)]
     texts = [template.prompt_text(row.row.prompt, row.row.variables) for row in rows]
     yield same("prompts of the samples", texts == [sample["prompt"] for sample in samples])
-    for name in ("score_before", "score", "judge_before", "judge", "kl"):
-        if name in samples[0]:
-            values = torch.tensor([float(sample[name]) for sample in samples])
-            yield run.mean(f"eval_{name}", values, ", of the samples")
+    yield from _of_samples(run)
     for folder in run.manifest["models"]:
         if folder == "critic":
             yield same("critic can be loaded", bool(run.model(run.path(folder), classifier=True)))
@@ -288,6 +286,32 @@ def _reinforcement(run: Recount) -> Iterator[Claim]:
             prompts = [row.ids for row in rows[:PROMPTS]]
             yield _ends(policy, prompts, template, run.config["response_length"], f" of {folder}")
     yield from _responses(run, [row.ids for row in rows], template)
+
+
+def _of_samples(run: Recount) -> Iterator[Claim]:
+    """Claims that the numbers of the samples decide: means, intervals, and what a response is worth in best-of-n."""
+    names = [name for name in ("score", "judge", "kl") if name in run.stage.samples[0]]
+    after = {name: run.column(name) for name in names}
+    before = {name: run.column(f"{name}_before") for name in names if name != "kl"}
+    for name, values in [*after.items(), *((f"{name}_before", values) for name, values in before.items())]:
+        yield run.mean(f"eval_{name}", values, ", of the samples")
+    spreads = {f"{name}_ci95": values for name, values in after.items()}
+    if "judge" in names:
+        spreads["judge_gain_ci95"] = after["judge"] - before["judge"]
+    for name, values in spreads.items():
+        if len(values) > 1:
+            half = mean_interval(values).half_width
+            yield run.claim(f"eval_{name}", half, EPS * (half + values.abs().max().item()))
+    changed = [x["before"] != x["after"] for x in run.stage.samples]
+    yield run.claim("eval_changed", sum(changed) / len(changed), EPS)
+    claimed = [name for name in run.left if name == "eval_best_of" or "_worth_" in name or "_efficiency" in name]
+    if claimed:
+        start = read_scores(run.stage.directory / BEST_OF, len(before))
+        pairs = [(name, before[name], after[name]) for name in before]
+        numbers = {} if start is None else worth_of(start, pairs, after["kl"])
+        for name in {**dict.fromkeys(claimed), **numbers}:
+            value = numbers.get(name, math.nan)
+            yield run.claim(name, value, EPS * abs(value))
 
 
 def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Template) -> Iterator[Claim]:
@@ -302,7 +326,7 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     lengths = torch.tensor([float(len(ids)) for ids in responses])
     yield run.mean("eval_response_length", lengths)
     yield run.mean("eval_ended", torch.tensor(ended).float())
-    yield Claim("eval_distinct_2", run.metrics["eval_distinct_2"], distinct(responses, 2), EPS)
+    yield run.claim("eval_distinct_2", distinct(responses, 2), EPS)
 
     after = [log_probs(actor, (*prompt, *ids), len(prompt), temperature) for prompt, ids, _ in triples]
     del actor
@@ -314,11 +338,11 @@ def _responses(run: Recount, prompts: Sequence[Sequence[int]], template: Templat
     spread, merged = log_prob_spread(rounding * scale, nlls), merging_error(merging * scale)
     kl = torch.stack([(a - b).sum() for (a, _), (b, _) in zip(after, before, strict=True)])
     bound = 2 * largest_error(spread, 1) * lengths.sum().sqrt().item() / len(kl) + len(kl) * EPS * kl.abs().mean()
-    yield Claim("eval_kl", run.metrics["eval_kl"], kl.mean().item(), float(bound + merged * lengths.mean()))
+    yield run.claim("eval_kl", kl.mean().item(), float(bound + merged * lengths.mean()))
     bound = 2 * largest_error(spread, len(kl)) * lengths.max().sqrt() + merged * lengths.max()
-    yield _farthest("KL of the samples", [sample["kl"] for sample in samples], kl, float(bound))
+    yield farthest("KL of the samples", [sample["kl"] for sample in samples], kl, float(bound))
     nll = nlls.mean().item()
-    yield Claim("eval_ref_nll", run.metrics["eval_ref_nll"], nll, mean_error(spread, len(nlls)) + len(nlls) * EPS * nll)
+    yield run.claim("eval_ref_nll", nll, mean_error(spread, len(nlls)) + len(nlls) * EPS * nll)
     yield _scores(run, template, triples)
 
 
@@ -337,15 +361,7 @@ def _scores(run: Recount, template: Template, responses: Sequence[tuple[Sequence
     plain = scores(model, [(*prompt, *ids[:-1], *ending) if end else (*prompt, *ids) for prompt, ids, end in responses])
     penalty = (run.config["missing_eos_penalty"] or 0.0) * torch.tensor([not end for _, _, end in responses])
     bound = abs(weight) * largest_error(rounding * plain.square().mean().sqrt().item(), len(plain))
-    return _farthest("score of the samples", [x["score"] for x in run.stage.samples], weight * plain - penalty, bound)
-
-
-def _farthest(name: str, claims: Sequence[float], values: Tensor, bound: float) -> Claim:
-    """The largest difference between N saved numbers and those computed again."""
-    if len(claims) != len(values):
-        return Claim(f"{name}, their number", len(claims), len(values))
-    worst = int((torch.tensor(claims, dtype=torch.float64) - values).abs().argmax())
-    return Claim(f"{name}, the farthest of {len(values)}", claims[worst], values[worst].item(), bound)
+    return farthest("score of the samples", [x["score"] for x in run.stage.samples], weight * plain - penalty, bound)
 
 
 def _end_ids(model: PreTrainedModel, template: Template) -> list[int]:

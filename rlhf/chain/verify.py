@@ -42,11 +42,12 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf verif
             claims.append((stage.directory.name, claim))
     wrong = [f"{name}: {claim.name}" for name, claim in claims if not claim.holds]
     counted = sum(claim.recount is not None for _, claim in claims)
+    left = len(claims) - counted
     if wrong:
         console.say(f"{len(wrong)} of {counted} numbers differ: {', '.join(wrong)}")
         return 1
-    seal.write(run, [file for _, stage in stages for file in sealed_files(stage)], counted)
-    console.say(f"verified: {counted} numbers hold; {len(claims) - counted} were not computed again")
+    seal.write(run, [file for _, stage in stages for file in sealed_files(stage)], counted, left)
+    console.say(f"verified: {counted} numbers hold; {left} were not computed again")
     if (run / report.REPORT).is_file():
         console.say(f"the report shows it: {report.write(report.ReportConfig(runs=(str(run),)))}")
     return 0

@@ -12,12 +12,14 @@ from rlhf.storage import disk, manifests
 SEAL = "verified.json"
 
 
-def write(run: Path, files: Sequence[Path], numbers: int) -> None:
-    """Seal the `files` of a run, of which `numbers` numbers hold. Other seals of it are gone."""
+def write(run: Path, files: Sequence[Path], numbers: int, left: int) -> None:
+    """Seal the `files` of a run, of which `numbers` numbers hold, and `left` were not computed again."""
     versions = {name: manifests.versions()[name] for name in ("torch", "transformers", "peft")}
     digests = {str(file.relative_to(run)): manifests.digest(file) for file in files}
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    disk.write_json(run / SEAL, {"date": date, "numbers": numbers, "versions": versions, "files": digests})
+    disk.write_json(
+        run / SEAL, {"date": date, "numbers": numbers, "left": left, "versions": versions, "files": digests}
+    )
 
 
 def describe(run: Path) -> str:
@@ -28,6 +30,7 @@ def describe(run: Path) -> str:
         unchanged = all(file.is_file() and manifests.digest(file) == entry for file, entry in files.items())
         versions = ", ".join(f"{name} {version}" for name, version in seal["versions"].items())
         text = f"Verified on {seal['date']}: {seal['numbers']} numbers hold when plain transformers computes them"
+        text = f"{text} ({versions}), {seal['left']} were not computed again."
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    return f"{text} ({versions})." if unchanged and files else ""
+    return text if unchanged and files else ""

@@ -85,9 +85,37 @@ def test_they_are_kept_while_the_policy_and_its_scores_are_the_same(
         prompts: Any = prompts_to_train_on()
         again = worth.measure(learner, prompts, count_of_words, before)
         assert again is not None and torch.equal(again, start) and not sampled
+        rounded = replace(before, scores=before.scores * (1 + 2.0**-9), judge_scores=before.scores)  # other processes
+        again = worth.measure(learner, prompts, count_of_words, rounded)
+        assert again is not None and torch.equal(again, start) and not sampled
         for other in (replace(before, scores=before.scores + 1), replace(before, judge_scores=before.scores + 1)):
-            worth.measure(learner, prompts, count_of_words, other)
+            new = worth.measure(learner, prompts, count_of_words, other)
+            assert new is not None and torch.equal(new[0, :, 0], other.scores)
+            again = worth.measure(learner, prompts, count_of_words, other)  # the file has the new ones
+            assert again is not None and torch.equal(again, new)
         assert sampled == [worth.AT_START] * 2
+
+
+def test_scores_of_the_same_responses_may_be_rounded() -> None:
+    """At most a tenth of the responses may be others; of another seed nearly all are, and of a rare reward some."""
+    scores = torch.randn(1, 40, generator=torch.Generator().manual_seed(0)) * 3 - 20
+    four, five = scores.clone(), scores.clone()
+    four[0, :4] += 5
+    five[0, :5] += 5
+    assert worth._alike(four, scores) and not worth._alike(five, scores)
+    assert worth._alike(scores.bfloat16().float(), scores) and not worth._alike(scores.roll(1), scores)
+    rare = (torch.arange(40) % 4 == 0).float()[None]
+    assert worth._alike(rare, rare) and not worth._alike(rare.roll(1), rare)
+    assert not worth._alike(torch.cat([scores, five]), torch.cat([scores, scores])), "the judge's, too"
+    assert worth._alike(scores * 0, scores * 0) and not worth._alike(scores * 0 + 1, scores * 0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"scores": [1, 2]}\n{"scores": [1]}', '{"scores": 1}', '{"judge": [1]}']
+)
+def test_a_damaged_file_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / BEST_OF).write_text(content, encoding="utf-8")
+    assert worth.read_scores(tmp_path / BEST_OF, 1) is None
 
 
 def test_two_ranks_have_the_scores_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import yaml
 
 from rlhf import console, errors
 from rlhf.chain import command as train
-from rlhf.chain import verify
+from rlhf.chain import recount, verify
 from rlhf.config import yaml_files
 from rlhf.launch import launcher
 from rlhf.storage import manifests
@@ -26,7 +26,7 @@ from tests.support.programs import STATUS, without_status
 
 ROOT = Path(train.__file__).parents[2]
 SMALL = [
-    *("--data-path", "demo,rows=2400", "--max-eval-rows", "40", "--ppo.eval-samples", "32"),
+    *("--data-path", "demo,rows=2400", "--max-eval-rows", "40", "--ppo.eval-samples", "12"),
     *("--sft.num-train-epochs", "2", "--reward.num-train-epochs", "1", "--ppo.total-episodes", "384"),
 ]
 """The demo's three stages with fewer steps; the whole demo: test_demo.py."""
@@ -143,7 +143,12 @@ def test_a_run_proves_itself(out: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert verify.main([str(out)]) == 0
     text = capsys.readouterr().out
     assert re.search(r"score of the samples, the farthest of \d\d ", text) and "DIFFERS" not in text
-    assert "Verified on 20" in (out / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"verified: (\d\d) numbers hold; 4 were not computed again", text)
+    assert "4 were not computed again" in (out / "report.html").read_text(encoding="utf-8")
+    sealed = json.loads((out / "verified.json").read_text())["files"]
+    files = {f"{stage}/{name}" for stage in STAGES for name in ("manifest.json", "metrics.jsonl")}
+    files |= {"step2_reward/heldout_scores.json", "step3_ppo/samples.jsonl", "step3_ppo/best_of.jsonl"}
+    assert files | {f"{model}/model.safetensors" for model in MODELS} <= {*sealed}
     (out / "verified.json").unlink()
 
 
@@ -160,6 +165,26 @@ def test_a_changed_run_does_not(
     changed_runs.reseal(stage)
     assert verify.main([str(stage)]) == 1
     assert re.search("eval_perplexity .*DIFFERS", capsys.readouterr().out)
+
+
+def test_every_number_of_a_manifest_is_computed_again_or_named(out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "run")
+    numbers = {stage: changed_runs.change_all_numbers(tmp_path / "run" / stage) for stage in STAGES}
+    for step, stage in recount.finished_stages(tmp_path / "run"):
+        claims, names = [*recount.recount(step, stage)], numbers[stage.directory.name]
+        left = names & {*changed_runs.LEFT}
+        assert {claim.name.partition(",")[0] for claim in claims if not claim.holds} == names - left
+        assert {claim.name for claim in claims if claim.recount is None} == left
+
+
+def test_files_with_other_numbers_do_not_hold(out: Path, tmp_path: Path) -> None:
+    shutil.copytree(out, tmp_path / "run")
+    false = {2: changed_runs.change_pairs(tmp_path / "run/step2_reward")}
+    false[3] = changed_runs.change_samples(tmp_path / "run/step3_ppo")
+    for step, stage in recount.finished_stages(tmp_path / "run")[1:]:
+        differ = {claim.name.partition(",")[0] for claim in recount.recount(step, stage) if not claim.holds}
+        best_of_n = {name for name in differ if "_worth_" in name or "_efficiency" in name}
+        assert differ - best_of_n == false[step]
 
 
 def test_each_stage_names_what_it_started_from(out: Path) -> None:

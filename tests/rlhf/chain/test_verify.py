@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlhf.chain import recount, verify
-from rlhf.chain.recount import Claim
+from rlhf.chain import claims, recount, verify
+from rlhf.chain.claims import Claim
 from rlhf.errors import UserError
 from rlhf.report import seal
 from tests.rlhf.chain.test_train import SMALL
-from tests.support import tiny
+from tests.support import changed_runs, tiny
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[3]
 def test_what_holds() -> None:
     assert Claim("", 1.0, 1.01, 0.02).holds and not Claim("", 1.0, 1.01, 0.005).holds
     assert Claim("", 3, 3).holds and not Claim("", 3, 2).holds and not Claim("", 1.0, float("nan"), 9.0).holds
+    assert Claim("", float("nan"), float("nan")).holds and not Claim("", float("nan"), 1.0, 9.0).holds
     assert Claim("", "yes", "yes").holds and not Claim("", "yes", "no").holds
     assert Claim("", 7, None).holds, "what was not computed is no difference"
 
@@ -53,9 +54,9 @@ def test_a_bound_holds_and_is_no_wider_than_it_must(family: str, dtype: torch.dt
     exact, _ = log_probs(model.double(), rows)
     spread = relative * scale
     error = (computed - exact).abs()
-    bound = 2**0.5 * recount.largest_error(spread, len(error))
+    bound = 2**0.5 * claims.largest_error(spread, len(error))
     assert error.max() < bound < 300 * error.max()
-    assert (computed - exact).mean().abs() < recount.mean_error(spread, len(error))
+    assert (computed - exact).mean().abs() < claims.mean_error(spread, len(error))
 
 
 def vars_of(rows: Any) -> tuple[Tensor, Tensor]:
@@ -67,9 +68,9 @@ def test_a_log_prob_is_rounded_where_logits_are_small() -> None:
     logits = torch.randn(200, 3000, generator=torch.Generator().manual_seed(0)) * 1e-4
     values = logits.log_softmax(-1)[:, 0].double()
     error = (values - logits.double().log_softmax(-1)[:, 0]).abs().max()
-    spread = recount.EPS * logits.square().mean().sqrt().item()
-    assert recount.largest_error(spread, len(values)) < error
-    assert error < recount.largest_error(recount.log_prob_spread(spread, values), len(values))
+    spread = claims.EPS * logits.square().mean().sqrt().item()
+    assert claims.largest_error(spread, len(values)) < error
+    assert error < claims.largest_error(claims.log_prob_spread(spread, values), len(values))
 
 
 def test_a_seal_is_of_these_files_only(tmp_path: Path) -> None:
@@ -78,9 +79,9 @@ def test_a_seal_is_of_these_files_only(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
     assert seal.describe(tmp_path) == ""
-    seal.write(tmp_path, files, 12)
+    seal.write(tmp_path, files, 12, 3)
     words = seal.describe(tmp_path)
-    assert "12 numbers" in words and f"torch {version('torch')}" in words
+    assert "12 numbers" in words and "3 were not computed again" in words and f"torch {version('torch')}" in words
     files[1].write_text("2")
     assert seal.describe(tmp_path) == "", "the same size, another content"
     files[1].write_text("1")
@@ -90,6 +91,29 @@ def test_a_seal_is_of_these_files_only(tmp_path: Path) -> None:
     for damaged in ("", "[]", "{}", '{"files": {}, "versions": {}, "date": "", "numbers": 1}'):
         (tmp_path / seal.SEAL).write_text(damaged)
         assert seal.describe(tmp_path) == ""
+
+
+def test_one_false_number_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named, and a seal from before is gone. Without it a seal counts what holds and what was not computed."""
+    stages: Any = [(step, SimpleNamespace(directory=tmp_path / name)) for step, name in enumerate(("one", "two"))]
+    (tmp_path / "file").write_text("1")
+    monkeypatch.setattr(recount, "finished_stages", lambda run: stages)
+    monkeypatch.setattr(recount, "sealed_files", lambda stage: [tmp_path / "file"] if stage is stages[1][1] else [])
+    honest = {0: [Claim("a", 1.0, 1.0), Claim("b", 2.0, None)], 1: [Claim("c", 3.0, 3.0), Claim("d", "yes", "yes")]}
+    for false, code in ((None, 0), (0, 1), (1, 1), (None, 0)):
+        more = {step: [Claim("e", 4.0, 5.0)] if step == false else [] for step in honest}
+        monkeypatch.setattr(recount, "recount", lambda step, _, more=more: iter(more[step] + honest[step]))
+        assert verify.main([str(tmp_path)]) == code
+        text, sealed = capsys.readouterr().out, tmp_path / seal.SEAL
+        assert (" e  " in text) == ("DIFFERS" in text) == bool(code)
+        if code:
+            assert f"1 of 4 numbers differ: {('one', 'two')[false or 0]}: e\n" in text and not sealed.exists()
+        else:
+            assert "verified: 3 numbers hold; 1 were not computed again\n" in text
+            content = json.loads(sealed.read_text())
+            assert (content["numbers"], content["left"], [*content["files"]]) == (3, 1, ["file"])
 
 
 def test_a_path_without_a_finished_stage_is_refused(tmp_path: Path) -> None:
@@ -177,6 +201,8 @@ def test_an_honest_run_holds(
         train(out, *(word.replace("BASE", str(finished / "step1_sft/model")) for word in words))
     assert verify.main([str(out if words else finished)]) == 0, capsys.readouterr().out
     text = capsys.readouterr().out
-    assert "DIFFERS" not in text and "score of the samples" in text and "; 0 were not computed again" in text
+    assert "DIFFERS" not in text and "score of the samples" in text
+    left = {line.split()[0] for line in text.splitlines() if line.endswith("not computed")}
+    assert left <= {*changed_runs.LEFT}
     sealed = json.loads(((out if words else finished) / seal.SEAL).read_text(encoding="utf-8"))
     assert {name.split("/")[0] for name in sealed["files"]} == {"step1_sft", "step2_reward", "step3_ppo"}
