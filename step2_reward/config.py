@@ -28,7 +28,7 @@ STAGE = Declaration(
             Curve("Margin", ("margin", "eval_margin"), (0.0, "")),
             Curve("Loss at every token", ("token_loss",), (0.693147, "guessing"), LOGISTIC),
             Curve("Gradient norm", ("grad_norm",)),
-            Curve("Learning rate", ("learning_rate",)),
+            Curve("Learning rate", ("learning_rate", "learning_rate_of_head")),
             Curve("Speed", ("tokens_per_second",)),
             Curve("Share of the device's peak", ("share_of_peak",)),
         ),

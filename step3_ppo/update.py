@@ -208,9 +208,10 @@ def _means(history: dict[str, list[float]]) -> Metrics:
 
 
 def _prefixed(model: str, metrics: Metrics) -> Metrics:
-    """The metrics that both engines report get the model's name as a prefix."""
-    shared = ("loss", "grad_norm", "learning_rate", "skipped")
-    return {f"{model}_{name}" if name in shared else name: value for name, value in metrics.items()}
+    """The metrics that both engines report get the model's name as a prefix. The head is that of the values."""
+    names = {name: f"{model}_{name}" for name in ("loss", "grad_norm", "learning_rate", "skipped")}
+    names["learning_rate_of_head"] = "value_learning_rate"
+    return {names.get(name, name): value for name, value in metrics.items()}
 
 
 def _minibatches(size: int, config: UpdateOptions, generator: torch.Generator) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rlhf.distributed.tensor_parallel import gather_full, local_part
 from rlhf.distributed.zero3 import is_sharded
 from rlhf.engine.adamw import MOMENTS, OWN_RATE, Group, MasterAdamW, initial_state
+from rlhf.models.policy import Learns
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -115,6 +116,15 @@ def set_schedule(engine: "DeepSpeedEngine", steps: int) -> None:
     engine.lr_scheduler.last_epoch = steps - 1
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the optimizer has taken no step yet
         engine.lr_scheduler.step()
+
+
+def rates(engine: "DeepSpeedEngine", learns: Learns) -> dict[str, float]:
+    """`learning_rate` of this step, and `learning_rate_of_head` if some weights have a rate of their own. If a head
+    learns alone, `learning_rate` is its rate."""
+    common, own = ([x["lr"] for x in _adam(engine).param_groups if (OWN_RATE in x) is its] for its in (False, True))
+    if learns == "head" or not common:
+        common = own
+    return {"learning_rate": common[0]} | ({"learning_rate_of_head": own[0]} if own and learns == "all" else {})
 
 
 @contextlib.contextmanager

@@ -127,8 +127,9 @@ class Engine(Generic[M]):
         `loss(micro)` gives the micro-batch's share of the step's loss (normalised by the token or row count
         of the whole step over all ranks) and metrics of the same kind. Returns the metrics added up over
         micro-batches and ranks, and `loss`, `learning_rate`, `grad_norm` (before clipping), `skipped` 0. If a "head"
-        alone learns, weights without a learning rate of their own take no step.
-        If a number is not finite, no rank changes its weights, and only `learning_rate` and `skipped` 1 are returned;
+        alone learns, weights without a learning rate of their own take no step, and `learning_rate` is the head's; if
+        all learn, that is `learning_rate_of_head`.
+        If a number is not finite, no rank changes its weights, and only the rates and `skipped` 1 are returned;
         `rows`, the row numbers of each micro-batch in the data, are named in the warning. If fp16 overflows, DeepSpeed
         skips the step and lowers its loss scale: `skipped` is 1 beside the other metrics, and only more than
         FP16_SEARCH overflows in a row count as non-finite.
@@ -154,7 +155,7 @@ class Engine(Generic[M]):
             if i < len(micros) - 1:
                 self._engine.step()
         summed = dict(zip(totals, collectives.sum_over_ranks(torch.stack(list(totals.values()))).tolist(), strict=True))
-        rate = self._engine.get_lr()[0]
+        rates = optimizer_state.rates(self._engine, learns)
         nonfinite = [f"{name} is {value}" for name, value in summed.items() if not math.isfinite(value)]
         if nonfinite:
             self._set_gradient_to_nan()
@@ -166,7 +167,7 @@ class Engine(Generic[M]):
             if applied:
                 self.tolerance.reset()
                 self._refine_heads()
-            return {**summed, "learning_rate": rate, "grad_norm": norm, "skipped": float(not applied)}
+            return {**summed, **rates, "grad_norm": norm, "skipped": float(not applied)}
         assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {nonfinite}"
         finite_micros = torch.stack(finite).tolist()
         suspects = [
@@ -179,7 +180,7 @@ class Engine(Generic[M]):
             nonfinite or [f"grad_norm is {norm}"],
             [row for micro_rows in suspects for row in micro_rows],
         )
-        return {"learning_rate": rate, "skipped": 1.0}
+        return {**rates, "skipped": 1.0}
 
     def leave_out(self, steps: int) -> None:
         """Move the learning-rate schedule on by optimizer steps that are not taken."""

@@ -108,6 +108,7 @@ class Trainer:
         self, network: Network, o: dict[str, Any], rate: float, steps: int, rate_of_head: float | None = None
     ) -> None:
         self.network, self.o, self.rate, self.steps, self.step = network, o, rate, steps, 0
+        self.rate_of_head = rate_of_head
         self.left_out = 0  # steps of the schedule that were not taken
         own = {"score.weight": rate if rate_of_head is None else rate_of_head}
         self.rates = torch.cat(
@@ -148,7 +149,7 @@ class Trainer:
         network.vector = network.vector.detach().requires_grad_()
         value, metrics = loss(network)
         (gradient,) = torch.autograd.grad(value, network.vector)
-        norm, rate = gradient.norm().item(), self.rate * self.factor(self.step + self.left_out)
+        norm, factor = gradient.norm().item(), self.factor(self.step + self.left_out)
         if o["max_grad_norm"]:
             gradient = gradient * min(1.0, o["max_grad_norm"] / (norm + 1e-6))
         self.step += 1
@@ -163,4 +164,7 @@ class Trainer:
         rates = moving * self.rates * self.factor(self.step - 1 + self.left_out)
         network.vector = vector - rates * (self.decay * vector + mean / (square.sqrt() + o["adam_epsilon"]))
         numbers = {name: metric.item() for name, metric in metrics.items()}
-        return {"loss": value.item(), **numbers, "grad_norm": norm, "learning_rate": rate}
+        numbers |= {"loss": value.item(), "grad_norm": norm, "learning_rate": self.rate * factor}
+        if self.rate_of_head is not None:
+            numbers["learning_rate" if head_alone else "learning_rate_of_head"] = self.rate_of_head * factor
+        return numbers

@@ -23,9 +23,10 @@ def name_of(spec: str) -> str:
 
 
 def named(who: str, metrics: Metrics) -> Metrics:
-    """What both engines report, with a prefix."""
-    shared = ("loss", "grad_norm", "learning_rate")
-    return {f"{who}_{name}" if name in shared else name: value for name, value in metrics.items()}
+    """What both engines report, with a prefix; the rate of a head is that of the values."""
+    names = {name: f"{who}_{name}" for name in ("loss", "grad_norm", "learning_rate")}
+    names["learning_rate_of_head"] = "value_learning_rate"
+    return {names.get(name, name): value for name, value in metrics.items()}
 
 
 def averaged(steps: list[Metrics]) -> Metrics:

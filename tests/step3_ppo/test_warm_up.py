@@ -10,11 +10,12 @@ from tests.support.players import ONE_STEP, SHARED, Players, on_course, players
 
 pytestmark = pytest.mark.usefixtures("ranks")
 
-RATE, DECAY = 1e-3, 0.1
+RATE, RATE_OF_HEAD, DECAY = 1e-3, 3e-3, 0.1
 
 
 def shared(stage: int) -> Players:
     options = {"critic_warmup_iterations": 4, "total_episodes": 48, "weight_decay": DECAY, "zero_stage": stage}
+    options |= {"critic_learning_rate": RATE_OF_HEAD, "lr_scheduler_type": "constant"}
     return players("ppo", **SHARED, **ONE_STEP, **options, learning_rate=RATE, max_grad_norm=1.0)
 
 
@@ -30,12 +31,13 @@ def test_weights_of_the_policy_take_no_step(stage: int) -> None:
     """
     game = shared(stage)
     course, before = on_course(game), masters(game.actor)
-    for _ in range(4):
-        next(course)
+    assert [next(course)["value_learning_rate"] for _ in range(4)] == pytest.approx([RATE_OF_HEAD] * 4)
     after = masters(game.actor)
     moved = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert moved == {"score.weight"}
-    next(course)
+    rates = next(course)
+    assert rates["policy_learning_rate"] == pytest.approx(RATE)
+    assert rates["value_learning_rate"] == pytest.approx(RATE_OF_HEAD)
     shares = []
     for name, weight in masters(game.actor).items():
         decayed = after[name] * (1 - RATE * DECAY * (weight.dim() > 1 and not name.endswith("bias")))
