@@ -6,9 +6,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 from data.config import DataOptions
+from data.prepare.mixture import Origin
+from data.read.columns import first_user_text
 from data.read.records import Phase, Skipped, Unusable
 from rlhf.text.dialogues import Template
 from rlhf.text.messages import unread
+from rlhf.text.rendered import markers_of
 from rlhf.text.rendering import Unrenderable
 from rlhf.text.truncate import FittedPrompt, Ids, fit_prompt, min_prompt_length
 from rlhf.text.turns import Altered
@@ -81,6 +84,38 @@ class Prompt:
 Item = Demonstration | Preference | Prompt
 Encoded = tuple[Item, Truncation] | str
 """an item and what was truncated, or the reason why the row was dropped"""
+
+
+RENDERED = (
+    "got a text with the chat template's markers that is no dialogue of system, user and assistant as the template "
+    "renders it, and the markers would be learned as ordinary text; give the turns in a column messages"
+)
+
+
+def read_rows(origin: Origin, phase: Phase, recipe: Recipe, template: Template) -> Iterator[Row | Skipped]:
+    """The rows of an origin, with messages in place of texts that are rendered already."""
+    return (unrendered(template, recipe, row) if isinstance(row, Row) else row for row in origin.rows(phase))
+
+
+def unrendered(template: Template, recipe: Recipe, row: Row) -> Row | Skipped:
+    """The row; of a row whose text, or prompt and responses, someone has rendered with the template: its messages."""
+    markers = markers_of(template.tokenizer)
+    if markers is None or len(row.prompt) > 1 or row.variables or row.response_keys or row.rejected_keys:
+        return row
+    before = row.prompt[0].content if row.prompt else ""
+    texts = [before + side for side in (row.response, row.rejected) if side is not None] or [before]
+    if not markers.inside(texts[0]):
+        return row
+    dialogues = [markers.dialogue(text) for text in texts]
+    answers = [dialogue[-1] for dialogue in dialogues if dialogue and dialogue[-1].role == "assistant"]
+    prompts = {dialogue[:-1] if answers else dialogue for dialogue in dialogues}
+    if len(prompts) > 1 or not all(dialogues) or len(answers) not in (0, len(texts)):
+        refused = markers.begins(texts[0]) and recipe.objective != "text"
+        return Skipped(f"{row.location}: {RENDERED}" if row.location else RENDERED, bad=True) if refused else row
+    [prompt], sides = prompts, [answer.content for answer in answers]
+    response, rejected = (*sides, None, None)[:2]
+    group = first_user_text(prompt) if row.group in ("", before) else row.group
+    return replace(row, prompt=prompt, response=response, rejected=rejected, group=group)
 
 
 def divided(template: Template, recipe: Recipe, row: Row) -> Iterator[Row | Skipped]:

@@ -16,12 +16,12 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from data.config import DataOptions
-from data.prepare.encode import Recipe, divided
+from data.prepare.encode import Recipe, divided, read_rows
 from data.prepare.mixture import Origin, origins_of_other_phases
 from data.prepare.owners import PromptOwners, unusable_reason
 from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
 from data.read.columns import first_user_text
-from data.read.records import Phase
+from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
 from rlhf.types import Message, Row
@@ -135,7 +135,7 @@ def gather(
     Raises: UserError if an origin cannot be read or has more malformed rows than skip_bad_rows; the error lists the
     first ten.
     """
-    phase, owners = recipe.phase, PromptOwners(options)
+    phase, owners = recipe.phase, PromptOwners(options, recipe, template)
     reader, counts = _Reader(options, recipe, template, owners), [RowCounts() for _ in origins]
     features = Features(row=Value("string"), location=Value("string"))
     with ArrowWriter(features=features, path=str(file), writer_batch_size=ROWS_IN_BATCH) as writer:
@@ -151,7 +151,7 @@ def gather(
     if only.any():
         other_groups = reader.groups_of_other_phases()
         _exclude(rows, only & np.isin(table["group"], other_groups), "prompt of another phase's share")
-    held_out = np.isin(table["group"], _held_out_groups(table, origins, options))
+    held_out = np.isin(table["group"], _held_out_groups(table, origins, reader))
     _exclude(rows, ~table["held_out"] & held_out, HELD_OUT)
     if phase == "ppo":
         _exclude_repeated(rows)
@@ -172,6 +172,9 @@ class _Reader:
     recipe: Recipe
     template: Template
     owners: PromptOwners
+
+    def rows(self, origin: Origin, phase: Phase) -> Iterator[Row | Skipped]:
+        return read_rows(origin, phase, self.recipe, self.template)
 
     def read(self, number: int, origin: Origin, counts: RowCounts) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(JSON, location, entry of TABLE) of each row that the phase can use and its text gives to no other phase.
@@ -220,7 +223,7 @@ class _Reader:
                     f"{origin.data_path}: a stream beside --{phase}-only-data-path cannot be searched "
                     "for prompts that both have; name it as a path of one phase"
                 )
-            for row in origin.rows(other_phase):
+            for row in self.rows(origin, other_phase):
                 if isinstance(row, Row):
                     share, group, point = self._assign_share(row, origin, other_phase)
                     if share in (other_phase, UNDECIDED):
@@ -245,7 +248,7 @@ class _Reader:
 
     def _valid_rows(self, origin: Origin, counts: RowCounts) -> Iterator[Row]:
         """The rows of an origin. Those that are skipped are counted."""
-        rows, allowed = origin.rows(self.recipe.phase), self.options.skip_bad_rows
+        rows, allowed = self.rows(origin, self.recipe.phase), self.options.skip_bad_rows
         parsed = (divided(self.template, self.recipe, row) if isinstance(row, Row) else (row,) for row in rows)
         for row in chain.from_iterable(parsed):
             counts.rows += 1
@@ -262,12 +265,12 @@ class _Reader:
                 return  # not the expected kind of data
 
 
-def _held_out_groups(table: np.ndarray, origins: Sequence[Origin], options: DataOptions) -> np.ndarray:
+def _held_out_groups(table: np.ndarray, origins: Sequence[Origin], reader: _Reader) -> np.ndarray:
     """The groups of rows held out, and of all rows of evaluation origins, whichever phase they serve."""
     evaluated = [origin for origin in origins if origin.use == "evaluation" and not origin.streaming]
-    rows = (row for origin in evaluated for phase in PHASES for row in origin.rows(phase) if isinstance(row, Row))
-    groups = np.fromiter((group_digest(row, options.data_seed)[2] for row in rows), np.uint64)
-    return np.concatenate([table["group"][table["held_out"]], groups])
+    rows = (row for origin in evaluated for phase in PHASES for row in reader.rows(origin, phase))
+    groups = (group_digest(row, reader.options.data_seed)[2] for row in rows if isinstance(row, Row))
+    return np.concatenate([table["group"][table["held_out"]], np.fromiter(groups, np.uint64)])
 
 
 def _bad_rows_message(origin: Origin, row_counts: RowCounts) -> str:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from data.config import DataOptions
+from data.prepare.encode import Recipe, read_rows
 from data.prepare.mixture import open_origin
 from data.prepare.split import PHASES, group_digest, phase_of_point
 from data.read.records import Phase
+from rlhf.text.dialogues import Template
 from rlhf.types import Row
 
 
@@ -39,8 +41,8 @@ def usable_phases(row: Row) -> int:
 class PromptOwners:
     """The owners of the prompts of shared origins."""
 
-    def __init__(self, options: DataOptions) -> None:
-        self._options = options
+    def __init__(self, options: DataOptions, recipe: Recipe, template: Template) -> None:
+        self._options, self._recipe, self._template = options, recipe, template
         self._shared = [origin for origin in map(open_origin, options.data_path) if origin.weight != 0]
         shares = sum(1 << bit for bit, share in enumerate(options.data_split) if share)
         streaming = any(origin.streaming for origin in self._shared)  # no end to read to: data_split alone decides
@@ -68,7 +70,8 @@ class PromptOwners:
         usable = np.zeros(len(unique_groups), dtype=np.uint8)
         for phase in ("reward", "sft", "ppo"):  # pairs serve all three phases, so one pass is often enough
             for origin in self._shared:
-                rows = (row for row in origin.rows(phase) if isinstance(row, Row))
+                read = read_rows(origin, phase, self._recipe, self._template)
+                rows = (row for row in read if isinstance(row, Row))
                 entries = ((group_digest(row, self._options.data_seed)[2], usable_phases(row)) for row in rows)
                 table = np.fromiter(entries, [("group", "u8"), ("phases", "u1")])
                 table = table[np.isin(table["group"], unique_groups)]
