@@ -5,8 +5,10 @@ seconds, and at its last step. Torch-free, so that the first line is printed at 
 """
 
 import contextlib
+import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -19,6 +21,8 @@ from rlhf.streams import printable
 
 EVERY_S = 30.0
 """seconds between two lines of a loop in a log"""
+OPTION_NAMES = "RLHF_OPTION_NAMES"
+"""variable by which a chain tells a stage how its options are typed"""
 Numbers = Mapping[str, float]
 
 
@@ -131,7 +135,23 @@ def say(text: str) -> None:
     """Print one line on stdout."""
     if _is_rank_0():
         with tqdm.external_write_mode():  # hides a progress bar while the line is printed
-            print(printable(text), flush=True)
+            print(printable(as_typed(text)), flush=True)
+
+
+@contextlib.contextmanager
+def option_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, processes that start spell options in their messages as the user types them here: {name there: here}."""
+    os.environ[OPTION_NAMES] = json.dumps(names)
+    try:
+        yield
+    finally:
+        del os.environ[OPTION_NAMES]
+
+
+def as_typed(text: str, names: Mapping[str, str] | None = None) -> str:
+    """A message with its options by the names that the user types; by default those of `option_names`."""
+    known = json.loads(os.environ.get(OPTION_NAMES, "{}")) if names is None else names
+    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", lambda option: f"--{known.get(option[1], option[1])}", text)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

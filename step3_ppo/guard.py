@@ -16,7 +16,9 @@ class KLGuard:
     `kl` is the same on every rank, so all ranks end together. A skipped iteration has no `kl` and is not counted.
     """
 
-    def __init__(self, limit: float | None, in_a_row: int) -> None:
+    def __init__(self, limit: float | None, in_a_row: int, closer: str = "raise --kl-coef") -> None:
+        """closer: the advice of `KLController`"""
+        self._closer = closer
         self._limit, self._in_a_row, self._count, self._kl = limit, in_a_row, 0, 0.0
 
     def guarded(self, steps: Iterable[Metrics], done: int = 0) -> Iterator[Metrics]:
@@ -37,7 +39,7 @@ class KLGuard:
         if self._limit is not None and self._count >= self._in_a_row and self._kl > self._limit:
             times = f" for {self._in_a_row} iterations" if self._in_a_row > 1 else ""
             problem = f"kl is {self._kl:.4g} nats per response, above --abort-kl {self._limit:g}{times}"
-            advice = "lower --learning-rate, raise --kl-coef, or set --target-kl; a higher --abort-kl resumes from here"
+            advice = f"lower --learning-rate, {self._closer}, or set --target-kl; a higher --abort-kl resumes from here"
             raise RunawayError(f"iteration {iteration}: {problem}; {advice}")
 
     def state_dict(self) -> dict[str, float]:

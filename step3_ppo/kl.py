@@ -94,6 +94,16 @@ class KLController:
         return f"kl_coef {o.kl_coef:g} has no effect: kl_budget {o.kl_budget:g} finds the coefficient"
 
     @property
+    def closer(self) -> str:
+        """What keeps the policy closer to its reference, for warnings. Only a constant coefficient is the user's."""
+        o = self._options
+        if o is None:
+            return "lower --total-episodes"
+        return (
+            "raise --kl-coef" if self.target is None else f"lower --kl-{'target' if o.kl_budget is None else 'budget'}"
+        )
+
+    @property
     def target(self) -> float | None:
         """The budget or the target, nats; None: the coefficient is constant."""
         return None if self._options is None else self._options.kl_budget or self._options.kl_target

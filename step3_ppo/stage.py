@@ -203,8 +203,8 @@ def run(config: Step3Config) -> None:
         adapter = saved_adapter(config, str(config.actor_model))
         save_actor = partial(save_policy, learner.actor, adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
-        schedule, watch = Schedule(len(prompts), config), Watch(dtype)
-        guard = KLGuard(config.abort_kl, config.abort_kl_iterations)
+        schedule, watch = Schedule(len(prompts), config), Watch(dtype, learner.kl.target, learner.kl.closer)
+        guard = KLGuard(config.abort_kl, config.abort_kl_iterations, learner.kl.closer)
         observers: dict[str, Numbers] = {"schedule": schedule, "watch": watch, "guard": guard}
         best, copies = None, dict[str, WeightsCopy]({} if learner.ema is None else {"ema": learner.ema})
         if config.keep_best is not None:

@@ -8,7 +8,7 @@ conditions that need it.
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -33,13 +33,15 @@ EQUAL_ADVANTAGES = 1e-6
 """standard deviation of the advantages (before whitening) or of the scores"""
 COLLAPSED = 0.1
 """held-out distinct pairs of tokens, as a share of those before training"""
+OVER_TARGET = 1.5
+"""KL that is too much, over the target or budget for it"""
 OVER_OPTIMISED = 0.2
 """held-out score below its best, as a share of its gain"""
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """How far two passes of one policy may differ in a dtype."""
+class Limits:
+    """How far two passes of one policy may differ in a dtype, and how far the policy may go."""
 
     first_ratio: float
     """first_approx_kl, or the std of the first ratio"""
@@ -47,9 +49,11 @@ class Rounding:
     """mean difference of log-probs between sampling and training, nats per token"""
     kl: float
     """the error of a KL, nats per token: KL(pi_s, pi_t) is half the square of the ratio's std"""
+    kl_limit: float = 10.0
+    """nats per response"""
 
 
-FP32, LOW_PRECISION = Rounding(1e-3, 1e-3, 0.0), Rounding(5e-2, 0.2, 5e-2**2 / 2)
+FP32, LOW_PRECISION = Limits(1e-3, 1e-3, 0.0), Limits(5e-2, 0.2, 5e-2**2 / 2)
 """LOW_PRECISION: bf16 and fp16"""
 
 
@@ -68,16 +72,20 @@ class Rule:
 
     name: str
     needs: tuple[str, ...]
-    condition: Callable[[Rounding, Rows], Numbers | None]
+    condition: Callable[[Limits, Rows], Numbers | None]
     advice: str
+    """`{closer}` stands for what keeps the policy closer to its reference"""
 
 
 class Watch:
     """The iterations so far, and the conditions that hold."""
 
-    def __init__(self, dtype: str = "fp32") -> None:
-        """dtype: fp32, bf16 or fp16, in which the policy computes."""
-        self._rounding = FP32 if dtype == "fp32" else LOW_PRECISION
+    def __init__(self, dtype: str = "fp32", kl_target: float | None = None, closer: str = "raise --kl-coef") -> None:
+        """dtype: fp32, bf16 or fp16, in which the policy computes. kl_target: the KL that is wanted at the end, nats.
+        closer: the advice of `KLController`"""
+        self._closer = closer
+        limits = FP32 if dtype == "fp32" else LOW_PRECISION
+        self._limits = replace(limits, kl_limit=max(limits.kl_limit, OVER_TARGET * (kl_target or 0.0)))
         self._rows: list[Mapping[str, float]] = []
         self._absent: dict[str, int] = {}  # of each rule that has warned: times in a row that it does not hold
 
@@ -88,10 +96,10 @@ class Watch:
         for rule in RULES:
             if not all(name in metrics for name in rule.needs):
                 continue
-            numbers = rule.condition(self._rounding, self._rows)
+            numbers = rule.condition(self._limits, self._rows)
             if numbers is not None:
                 if self._absent.get(rule.name, CLEARED) >= CLEARED:
-                    notices.append(Notice(rule.name, numbers, rule.advice))
+                    notices.append(Notice(rule.name, numbers, rule.advice.format(closer=self._closer)))
                 self._absent[rule.name] = 0
             elif rule.name in self._absent:
                 self._absent[rule.name] += 1
@@ -110,21 +118,25 @@ class Watch:
 # --- conditions: the numbers to show if they hold for the newest row
 
 
-def _above(name: str, limit: float, _: Rounding, rows: Rows) -> Numbers | None:
+def _above(name: str, limit: float, _: Limits, rows: Rows) -> Numbers | None:
     value = rows[-1][name]
     return {name: value, "limit": limit} if value > limit else None
 
 
-def _above_in_a_row(name: str, limit: float, count: int, _: Rounding, rows: Rows) -> Numbers | None:
+def _above_in_a_row(name: str, limit: float, count: int, _: Limits, rows: Rows) -> Numbers | None:
     return _in_a_row(name, limit, operator.gt, count, rows)
 
 
-def _sampling_mismatch(rounding: Rounding, rows: Rows) -> Numbers | None:
-    return _above("sampling_mismatch", rounding.sampling_mismatch, rounding, rows)
+def _far(limits: Limits, rows: Rows) -> Numbers | None:
+    return _above("kl", limits.kl_limit, limits, rows)
 
 
-def _negative_kl(rounding: Rounding, rows: Rows) -> Numbers | None:
-    limit = NEGATIVE_KL - rounding.kl * max(row.get("response_length", 0.0) for row in rows[-IN_A_ROW:])
+def _sampling_mismatch(limits: Limits, rows: Rows) -> Numbers | None:
+    return _above("sampling_mismatch", limits.sampling_mismatch, limits, rows)
+
+
+def _negative_kl(limits: Limits, rows: Rows) -> Numbers | None:
+    limit = NEGATIVE_KL - limits.kl * max(row.get("response_length", 0.0) for row in rows[-IN_A_ROW:])
     return _in_a_row("kl", limit, operator.lt, IN_A_ROW, rows)
 
 
@@ -137,12 +149,12 @@ def _in_a_row(
     return {name: newest[-1][name], "limit": limit, "iterations": count}
 
 
-def _above_start(name: str, factor: float, _: Rounding, rows: Rows) -> Numbers | None:
+def _above_start(name: str, factor: float, _: Limits, rows: Rows) -> Numbers | None:
     value, start = rows[-1][name], _start(name, rows)
     return {name: value, "at_start": start} if value > factor * start else None
 
 
-def _below_start(name: str, factor: float, _: Rounding, rows: Rows) -> Numbers | None:
+def _below_start(name: str, factor: float, _: Limits, rows: Rows) -> Numbers | None:
     value, start = rows[-1][name], _start(name, rows)
     return {name: value, "at_start": start} if value < factor * start else None
 
@@ -153,20 +165,20 @@ def _start(name: str, rows: Rows) -> float:
     return sum(first[:START]) / START if len(first) > START else math.nan
 
 
-def _first_ratio(rounding: Rounding, rows: Rows) -> Numbers | None:
+def _first_ratio(limits: Limits, rows: Rows) -> Numbers | None:
     numbers = {name: rows[-1][name] for name in ("first_approx_kl", "first_ratio_std") if name in rows[-1]}
-    over = any(value > rounding.first_ratio for value in numbers.values())
-    return {**numbers, "limit": rounding.first_ratio} if over else None
+    over = any(value > limits.first_ratio for value in numbers.values())
+    return {**numbers, "limit": limits.first_ratio} if over else None
 
 
-def _equal_advantages(_: Rounding, rows: Rows) -> Numbers | None:
+def _equal_advantages(_: Limits, rows: Rows) -> Numbers | None:
     row = rows[-1]
     spread = "raw_advantage_std" if "raw_advantage_std" in row else "advantage_std"
     numbers = {name: row[name] for name in (spread, "score_std") if name in row}
     return numbers if any(value <= EQUAL_ADVANTAGES for value in numbers.values()) else None
 
 
-def _declined(name: str, _: Rounding, rows: Rows) -> Numbers | None:
+def _declined(name: str, _: Limits, rows: Rows) -> Numbers | None:
     """`name`, a held-out number, was below its best in the last two evaluations; the training score has risen since."""
     evaluations = [(row[name], row["score"]) for row in rows if name in row and "score" in row]
     if len(evaluations) < 3:
@@ -185,8 +197,8 @@ def _declined(name: str, _: Rounding, rows: Rows) -> Numbers | None:
     } | spread
 
 
-def _members_disagree(rounding: Rounding, rows: Rows) -> Numbers | None:
-    numbers = _above_start("score_disagreement", 2.0, rounding, rows)
+def _members_disagree(limits: Limits, rows: Rows) -> Numbers | None:
+    numbers = _above_start("score_disagreement", 2.0, limits, rows)
     risen = rows[-1]["score"] > _start("score", rows)
     return {**numbers, "score": rows[-1]["score"]} if numbers is not None and risen else None
 
@@ -196,7 +208,7 @@ JUDGED = (
 )  # fmt: skip
 
 
-def _judge_diverges(_: Rounding, rows: Rows) -> Numbers | None:
+def _judge_diverges(_: Limits, rows: Rows) -> Numbers | None:
     """The held-out score has risen since the start, and the judge has fallen, both by more than their intervals."""
     row = rows[-1]
     rise, fall = row["eval_score"] - row["eval_score_before"], row["eval_judge_before"] - row["eval_judge"]
@@ -205,17 +217,17 @@ def _judge_diverges(_: Rounding, rows: Rows) -> Numbers | None:
     return {name: row[name] for name in JUDGED if not name.endswith("_ci95")}
 
 
-def _collapsed(_: Rounding, rows: Rows) -> Numbers | None:
+def _collapsed(_: Limits, rows: Rows) -> Numbers | None:
     numbers = {name: rows[-1][name] for name in ("eval_distinct_2_before", "eval_distinct_2")}
     before, now = numbers.values()
     return numbers if now < COLLAPSED * before else None
 
 
-def _unmoved(_: Rounding, rows: Rows) -> Numbers | None:
+def _unmoved(_: Limits, rows: Rows) -> Numbers | None:
     return {"eval_changed": 0.0} if rows[-1]["eval_changed"] == 0 else None
 
 
-def _skipped_steps(_: Rounding, rows: Rows) -> Numbers | None:
+def _skipped_steps(_: Limits, rows: Rows) -> Numbers | None:
     skipped, steps = rows[-1]["skipped_steps"], rows[-1]["optimizer_steps"]
     return {"skipped_steps": skipped, "optimizer_steps": steps} if skipped >= steps > 0 else None
 
@@ -245,8 +257,8 @@ RULES = (
     Rule(
         "kl_above_limit",
         ("kl",),
-        partial(_above, "kl", 10.0),
-        "the policy is far from the reference: read samples, raise --kl-coef or lower --learning-rate",
+        _far,
+        "the policy is far from the reference: read samples, {closer} or lower --learning-rate",
     ),
     Rule(
         "equal_advantages",
@@ -286,13 +298,13 @@ RULES = (
         "length_exploding",
         ("response_length",),
         partial(_above_start, "response_length", 2.0),
-        "read samples: the reward may pay for length; lower it for length, or raise --kl-coef",
+        "read samples: the reward may pay for length; lower it for length, or {closer}",
     ),
     Rule(
         "length_collapsing",
         ("response_length",),
         partial(_below_start, "response_length", 0.5),
-        "read samples: the reward may pay for ending early; check --missing-eos-penalty, or raise --kl-coef",
+        "read samples: the reward may pay for ending early; check --missing-eos-penalty, or {closer}",
     ),
     Rule(
         "truncated",
@@ -312,26 +324,26 @@ RULES = (
         "repeated_ngrams",
         ("repeated_4_grams",),
         partial(_above, "repeated_4_grams", 0.3),
-        "responses repeat themselves: read samples, raise --kl-coef, or penalise repetition in the reward",
+        "responses repeat themselves: read samples, {closer}, or penalise repetition in the reward",
     ),
     Rule(
         "entropy_collapse",
         ("entropy",),
         partial(_below_start, "entropy", 0.2),
-        "the policy hardly explores any more: raise --kl-coef, lower --learning-rate, or stop here",
+        "the policy hardly explores any more: {closer}, lower --learning-rate, or stop here",
     ),
     Rule(
         "over_optimisation",
         ("eval_judge", "score"),
         partial(_declined, "eval_judge"),
-        "the reward rises while the judge falls: go back to the best checkpoint, raise --kl-coef, "
+        "the reward rises while the judge falls: go back to the best checkpoint, {closer}, "
         "or retrain the reward model on samples of this policy",
     ),
     Rule(
         "judge_diverges",
         JUDGED,
         _judge_diverges,
-        "the policy gains the reward and loses the judge: read samples.jsonl, raise --kl-coef, or retrain the reward "
+        "the policy gains the reward and loses the judge: read samples.jsonl, {closer}, or retrain the reward "
         "model on samples of this policy",
     ),
     Rule(
@@ -339,7 +351,7 @@ RULES = (
         ("score_disagreement", "score"),
         _members_disagree,
         "the score rises where the reward models agree less than at the start, which points to over-optimisation: read "
-        "samples, raise --uncertainty-coef or --kl-coef, or retrain the reward models on samples of this policy",
+        "samples, raise --uncertainty-coef, {closer}, or retrain the reward models on samples of this policy",
     ),
     Rule(
         "overfitting",
@@ -351,7 +363,7 @@ RULES = (
         "policy_collapsed",
         ("eval_distinct_2_before", "eval_distinct_2"),
         _collapsed,
-        "held-out responses are all alike: go back to an earlier checkpoint, raise --kl-coef, or lower --learning-rate",
+        "held-out responses are all alike: go back to an earlier checkpoint, {closer}, or lower --learning-rate",
     ),
     Rule(
         "policy_unmoved",

@@ -19,6 +19,9 @@ from rlhf.types import Message, Row
 
 LossOn = Literal["last", "every", "all"]
 Spans = tuple[tuple[int, int], ...]
+LONG_PROMPT, LONG_RESPONSE, EQUAL_WHEN_CUT = "prompt too long", "response too long", "equal sides after truncation"
+TOO_LONG = frozenset({LONG_PROMPT, LONG_RESPONSE, EQUAL_WHEN_CUT})
+"""reasons that a larger limit on tokens takes away"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ class RowEncoder:
             raise Unusable("equal sides")
         fitted, (chosen, rejected), cut = self._truncate(row, prompt, one + rest, other + rest)
         if chosen == rejected:
-            raise Unusable("equal sides after truncation")
+            raise Unusable(EQUAL_WHEN_CUT)
         margin, subset = row.columns.get("margin"), row.columns.get("subset")
         return Preference(
             (*fitted.ids, *chosen),
@@ -236,7 +239,7 @@ class RowEncoder:
         if self.options.truncate == "tokens":
             room = min(max(room, self._min_prompt_length), length - 1)
         elif room < 1:
-            raise Unusable("response too long")
+            raise Unusable(LONG_RESPONSE)
         fitted = self._fit_prompt(row, prompt, min(room, self.options.max_prompt_length))
         truncated = [response[: length - len(fitted.ids)] for response in responses]
         cut = Truncation(fitted.messages is not row.prompt, truncated != list(responses), fitted.digest)
@@ -251,7 +254,7 @@ class RowEncoder:
             return FittedPrompt(ids, row.prompt)
         fitted = fit_prompt(self.template, row, limit, by_tokens=self.options.truncate == "tokens")
         if fitted is None:
-            raise Unusable("prompt too long")
+            raise Unusable(LONG_PROMPT)
         return fitted
 
 

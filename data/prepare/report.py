@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data.config import DataOptions
+from data.prepare.encode import TOO_LONG
 from data.prepare.gather import OTHER_PHASE, GatheredRows
 from data.prepare.mixture import Origin, hub_id, licence
 from data.prepare.split import OWN_GROUP, PHASES
@@ -108,11 +109,7 @@ def dropped(report: Tree) -> dict[str, int]:
 def is_cut(report: Tree) -> bool:
     """Whether a limit on tokens has cut or dropped a row."""
     cut = any(report[name]["shortened"] for name in SPLITS)
-    return cut or any(map(_is_too_long, dropped(report)))
-
-
-def _is_too_long(reason: str) -> bool:
-    return "long" in reason or "truncation" in reason
+    return cut or not TOO_LONG.isdisjoint(dropped(report))
 
 
 def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]:
@@ -189,7 +186,7 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
             cure = (
                 "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "
                 "--truncate tokens"
-                if any(map(_is_too_long, reasons))
+                if not TOO_LONG.isdisjoint(reasons)
                 else "fix the data"
             )
             raise UserError(

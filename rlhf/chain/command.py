@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -22,13 +22,13 @@ from rlhf.chain.options import (
     SHORT_HELP,
     ChainConfig,
     StageOptions,
-    as_typed,
     chain_config,
     changed,
     help_config,
     overlay,
     read,
     require_agreement,
+    typed_names,
     without_one_time_options,
 )
 from rlhf.chain.stages import STAGES, load
@@ -74,7 +74,7 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
         try:
             stage.check(options, planned, processes)
         except UserError as error:
-            raise UserError(f"{name}: {as_typed(str(error), SECTIONS[step], options)}") from None
+            raise UserError(f"{name}: {console.as_typed(str(error), typed_names(SECTIONS[step], options))}") from None
         todo[step] = options
         if step < 3:
             planned[name] = manifests.planned_start(options.model, chain.output_dir, planned) or options.model
@@ -261,7 +261,8 @@ def run_all(
         one_host = partial(launcher.run, target=deployment)
         run = one_host if ranks is None else partial(ranks.run, options=deployment.options)
         for step, options in todo.items():
-            status = run_with_restarts(step, options, run, deployment.options.max_restarts)
+            with console.option_names(typed_names(SECTIONS[step], options)):
+                status = run_with_restarts(step, options, run, deployment.options.max_restarts)
             if status != 0:
                 return step, status
     return None
@@ -289,6 +290,16 @@ def shipped_runs(argv: list[str]) -> int:
     return len([*takewhile(lambda file: file == DEMO.resolve() or file.parent == RECIPES.resolve(), resolved)])
 
 
+def _data_paths(argv: list[str]) -> Iterator[str]:
+    """The data paths of a command line, also those of one stage."""
+    option = ""
+    for word in argv:
+        if word.startswith("--"):
+            option, _, word = word.partition("=")
+        if word and option.replace("_", "-").endswith("data-path"):
+            yield word
+
+
 def with_base(argv: list[str]) -> tuple[list[str], str]:
     """A command line without --config or --actor-model gets a base: the options saved in its output directory, else the
     demo.
@@ -300,7 +311,7 @@ def with_base(argv: list[str]) -> tuple[list[str], str]:
     saved = Path(parser.peek(argv, "output-dir", "runs/demo")).expanduser() / "config.yaml"
     if saved.is_file():
         return [f"--config={saved}", *argv], f"options that are not set: as in {saved}\n"
-    if parser.peek(argv, "data-path", "demo").startswith("demo"):
+    if all(path.partition(",")[0] == "demo" for path in _data_paths(argv)):
         return [f"--config={DEMO}", *argv], ""
     note = "no --actor-model: this trains the demo's tiny model, which knows the demo's words only\n"
     return [f"--config={DEMO}", "--ppo.judge=None", *argv], note  # the demo's judge knows the demo's prompts only

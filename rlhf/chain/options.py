@@ -1,7 +1,6 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
 import functools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -159,18 +158,12 @@ def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainC
     return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)})
 
 
-def as_typed(text: str, section: str, options: Config) -> str:
-    """A message about a section's options, each with the name that it has on the chain's command line."""
+def typed_names(section: str, options: Config) -> dict[str, str]:
+    """The name on the chain's command line of each option of a section that has another one there."""
     top = shared_options(section)
-
-    def spelled(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
-        if name in top:
-            return f"--{top[name].replace('_', '-')}"
-        own = name in type(options).model_fields and name not in ChainConfig.model_fields
-        return f"--{section}.{option[1]}" if own else option[0]
-
-    return re.sub(r"(?<![\w-])--([a-z][a-z0-9-]*)", spelled, text)
+    at_the_top = {*ChainConfig.model_fields} - {*SECTIONS.values()}
+    own = {name: f"{section}.{name}" for name in type(options).model_fields if name not in at_the_top}
+    return {name.replace("_", "-"): typed.replace("_", "-") for name, typed in (own | top).items() if typed != name}
 
 
 def overlay(argv: list[str], over: int) -> parser.Overlay:

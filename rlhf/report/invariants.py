@@ -42,8 +42,15 @@ def _declared(stage: StageRecord) -> Iterator[Checked]:
         rows = [row for row in stage.values(each.metric) if row.get("kind") == each.kind]
         value = number(rows[-1 if each.at_end else 0], each.metric) if rows else None
         if value is not None and not (each.at_end and stage.manifest is None):
-            exact = each.coarse is None or stage.config.get("dtype") == "fp32"
+            exact = each.coarse is None or _dtype(stage) == "fp32"
             yield Checked(name, each.title, value, each.low, each.high if exact else float(each.coarse or 0.0))
+
+
+def _dtype(stage: StageRecord) -> object:
+    """In which the stage computed; `auto` if it is unfinished, or an earlier version has not recorded it."""
+    hardware = (stage.manifest or {}).get("hardware")
+    recorded = hardware.get("dtype") if isinstance(hardware, dict) else None
+    return recorded or stage.config.get("dtype")
 
 
 def _common(stage: StageRecord) -> Iterator[Checked]:

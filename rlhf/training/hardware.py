@@ -7,7 +7,19 @@ from pathlib import Path
 
 import torch
 
+from rlhf.config import Config, Tree
+from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
+from rlhf.engine.precision import compute_dtype, with_dtype
+
+
+def describe(options: Config) -> Tree:
+    """The device, the processes, and the dtype in which the models of a stage compute: `auto` is another on another
+    device."""
+    hardware: Tree = {"device": device_name(), "processes": collectives.world_size()}
+    if isinstance(options, EngineOptions):
+        hardware["dtype"] = with_dtype(options, compute_dtype(options, collectives.local_device())).dtype
+    return hardware
 
 
 def device_name() -> str:

@@ -93,7 +93,7 @@ class Recorder:
 
     def warn(self, step: int, name: str, numbers: Mapping[str, float], advice: str) -> None:
         """Say in one line that something looks wrong, with its numbers and the next step; also to file and trackers."""
-        shown = console.metrics_line(numbers)
+        shown, advice = console.metrics_line(numbers), console.as_typed(advice)
         console.say(f"warning, step {step}: {name} ({shown}): {advice}")
         if self._file is not None:
             self._file.warn(step, name, numbers, advice)

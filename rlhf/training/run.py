@@ -293,7 +293,7 @@ class Run:
             "metrics": disk.json_value(dict(metrics)),
             "metrics_version": manifests.METRICS_VERSION,
             "world_size": collectives.world_size(),
-            "hardware": {"device": hardware.device_name(), "processes": collectives.world_size()},
+            "hardware": hardware.describe(self.options),
             "files": manifests.file_digests(self.directory, models),
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)

@@ -161,7 +161,7 @@ def give_up(message: str, code: int) -> NoReturn:
     if rank_variables.rank() > 0:
         _wait_for_termination()
     if rank_variables.rank() == 0 or code not in ORDERLY:
-        print(message, file=sys.stderr, flush=True)
+        print(console.as_typed(message), file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun prints this at the end of its own report
         details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}

@@ -15,8 +15,10 @@ from rlhf.training import spikes
 from rlhf.training.record import LEFT_OUT, Recorder
 from rlhf.types import Credit, Message, Row, ScoredRollout
 from step3_ppo import warnings
-from step3_ppo.algorithms import ppo
+from step3_ppo.algorithms import best_of_n, ppo
 from step3_ppo.config import ScoreOptions
+from step3_ppo.guard import KLGuard, RunawayError
+from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics
 from step3_ppo.warnings import CLEARED, RULES, Watch
 from tests.support.provoked_warnings import GAINED, HEALTHY, PROVOKED, QUIET, Changes, names
@@ -279,11 +281,37 @@ def test_warnings_follow_their_iteration_into_the_file_and_onto_one_line(
     )
 
 
-def test_advice_names_options_that_are_there() -> None:
-    for rule in RULES:
-        assert "\n" not in rule.advice
-        for option in re.findall(r"--([\w-]+)", rule.advice):
-            assert option in option_names(ppo.Config), f"{rule.name}: --{option}"
+@pytest.mark.parametrize(
+    ("options", "closer"),
+    [
+        (ppo.Config(), "raise --kl-coef"),
+        (ppo.Config(kl_budget=3.0), "lower --kl-budget"),
+        (best_of_n.Config(algorithm="best_of_n"), "lower --total-episodes"),
+    ],
+)
+def test_advice_names_options_that_are_there_and_have_an_effect(options: Any, closer: str) -> None:
+    advised = KLController(options if isinstance(options, KLOptions) else None).closer
+    assert advised == closer
+    watch, advice = Watch(closer=advised), {}
+    for name, rows in PROVOKED.items():
+        for row in rows:
+            advice |= {each.name: each.advice for each in watch.check(1, HEALTHY | dict(row))}
+        watch = Watch(closer=advised)
+        assert "\n" not in advice[name]
+        for option in re.findall(r"--([\w-]+)", advice[name]):
+            assert option in option_names(type(options)), f"{name}: --{option}"
+            assert option != "kl-coef" or closer == "raise --kl-coef"
+    assert sum(closer in text for text in advice.values()) >= 9
+    with pytest.raises(RunawayError, match=closer):
+        [*KLGuard(5.0, 1, advised).guarded([{"kl": 6.0}])]
+
+
+def test_a_kl_is_far_beyond_what_is_wanted() -> None:
+    """10 nats; 1.5 times a target or budget that allows more."""
+    for target, limit in ((None, 10.0), (2.0, 10.0), (15.0, 22.5)):
+        [notice] = Watch("bf16", target).check(1, HEALTHY | {"kl": limit + 0.1})
+        assert (notice.name, notice.numbers["limit"]) == ("kl_above_limit", limit)
+        assert Watch("fp32", target).check(1, HEALTHY | {"kl": limit}) == []
 
 
 def test_the_page_has_every_warning() -> None:
@@ -297,5 +325,5 @@ def test_the_page_has_every_warning() -> None:
     del cures[LEFT_OUT]  # a tracker's warning has what it raised
     advice = {rule.name: rule.advice for rule in RULES} | {spikes.NAME: spikes.ADVICE}
     assert {name: cure.replace("`", "") for name, cure in cures.items()} == {
-        name: text.replace("`", "") for name, text in advice.items()
+        name: text.format(closer="raise --kl-coef").replace("`", "") for name, text in advice.items()
     }

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, fingerprints, open_datasets
 from data.prepare.encode import Prompt
+from data.prepare.report import is_cut
 from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -243,8 +244,24 @@ def test_too_much_dropped_is_an_error(home: Path, tokenizer: PreTrainedTokenizer
         UserError, match=r"60% of .* of sft cannot be used \(60 prompt too long, first in long\.jsonl:1\)"
     ):
         opened(tokenizer, **{**options, "max_dropped": 0.5})
+    with pytest.raises(UserError, match=r"cut such rows with --truncate tokens$"):
+        opened(tokenizer, **{**options, "max_dropped": 0.5})
     assert accounted(opened(tokenizer, **options)) == {"train": 40, "prompt too long": 60}
     assert len(opened(tokenizer, **options, truncate="tokens").train) == 100
+
+
+def test_a_reason_of_the_user_is_not_searched_for_words(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """No limit on tokens helps where a row does not belong there."""
+    write("a.jsonl", range(4))
+    Path("mine.py").write_text(
+        "from data.read.records import Skipped\nfrom rlhf.config import Config\n"
+        "class Rows:\n    def rows(self, phase):\n        return [Skipped('does not belong: truncation')] * 9\n"
+        "def build(config, path):\n    return Rows()\n"
+    )
+    options: dict[str, Any] = {**ALL, "max_length": 64}
+    assert not is_cut(opened(tokenizer, **options, data_path=("a.jsonl", "mine.py")).report)
+    Path("long.jsonl").write_text(json.dumps({"prompt": "w1 " * 70, "response": "w1"}))
+    assert is_cut(opened(tokenizer, **options, data_path=("a.jsonl", "long.jsonl")).report)
 
 
 # --- malformed rows

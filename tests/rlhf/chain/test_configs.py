@@ -127,14 +127,18 @@ def test_the_reward_model_starts_from_the_actors_model_unless_it_is_named(tmp_pa
         ([], "data.sources.demo:true_score"),
         (["--data-path", "demo,rows=900"], "data.sources.demo:true_score"),
         (["--data-path", "mine.jsonl"], None),
+        (["--data-path=demo_pairs.jsonl"], None),
+        (["--data-path", "demo", "mine.jsonl"], None),
+        (["--ppo-only-data-path", "mine.jsonl"], None),
         (["--data-path", "mine.jsonl", "--ppo.judge", "vader"], "vader"),
     ],
 )
 def test_other_data_than_the_demos_is_not_judged_by_the_demo(
     argv: list[str], judge: str | None, tmp_path: Path
 ) -> None:
-    words, _ = train.with_base([*argv, "--output-dir", str(tmp_path)])
+    words, note = train.with_base([*argv, "--output-dir", str(tmp_path)])
     assert parser.parse(train.chain_config(words), words, "", "").ppo.judge == judge
+    assert ("trains the demo's tiny model" in note) == (judge != "data.sources.demo:true_score")
 
 
 def test_what_all_stages_have_with_one_default_stands_at_the_top() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import socket
 import sys
 import time
@@ -17,13 +18,19 @@ from safetensors.torch import save_file
 
 from rlhf import console, errors
 from rlhf.chain import command as train
-from rlhf.config import options, parser
+from rlhf.chain.options import chain_config, typed_names
+from rlhf.config import option_names, options, parser
 from rlhf.hub import offline
 from rlhf.launch import launcher
 from rlhf.storage import manifests
+from rlhf.training import stage_process
+from rlhf.training.record import Recorder
 from step1_sft import __main__ as sft
+from step1_sft.config import SFTConfig
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
+from step3_ppo.algorithms import ppo as ppo_algorithm
+from step3_ppo.warnings import RULES
 from tests.support import forked, forked_ranks
 from tests.support.programs import without_status
 
@@ -337,3 +344,27 @@ def test_a_number_that_is_not_finite_is_one_line(tmp_path: Path) -> None:
     assert len(first) == 1 and not other
     assert first[0].startswith("error: step1_sft: step ") and "--learning-rate" in first[0]
     assert unfinished(tmp_path)
+
+
+def test_a_stage_in_a_chain_says_its_options_as_they_are_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a line, in a warning and its file, and in its last error."""
+    config = ppo_algorithm.Config()
+    names, recorder = typed_names("ppo", config), Recorder(tmp_path)
+    typed = {*option_names(chain_config([]))}
+    for rule in RULES:
+        with console.option_names(names):
+            recorder.warn(1, rule.name, {}, rule.advice.format(closer="raise --kl-coef"))
+        assert {*re.findall(r"--([\w.-]+\w)", capsys.readouterr().out)} <= typed
+    recorder.close()
+    assert "raise --ppo.kl-coef" in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    with console.option_names(names | typed_names("sft", SFTConfig())):
+        console.say("--model, --max-length, --kl-coefficient, x--kl-coef and --kl-coef 1")
+        with pytest.raises(SystemExit):
+            stage_process.give_up("error: --kl-coef", 2)
+    said = capsys.readouterr()
+    expected = "--actor-model, --max-length, --kl-coefficient, x--kl-coef and --ppo.kl-coef 1\n"
+    assert (said.out, said.err) == (expected, "error: --ppo.kl-coef\n")
+    console.say("--kl-coef")
+    assert capsys.readouterr().out == "--kl-coef\n"

@@ -53,10 +53,20 @@ def test_an_invariant_that_does_not_hold_is_shown(tmp_path: Path) -> None:
     with_row(out / "step2_reward", loss=None)
     assert broken(out) == {"step3_ppo: first ratio is 1", "step2_reward: steps whose loss is no number"}
     assert "does not hold" in render_report(read_runs([str(out)], DECLARATIONS), DECLARATIONS)
+
+
+@pytest.mark.parametrize(
+    ("option", "recorded", "exact"),
+    [("fp32", {}, True), ("auto", {}, False), ("auto", {"dtype": "fp32"}, True), ("auto", {"dtype": "bf16"}, False)],
+)
+def test_in_fp32_the_bound_is_nearer(option: str, recorded: dict[str, str], exact: bool, tmp_path: Path) -> None:
+    """Also where `auto`, the default, means fp32, as on most CPUs."""
+    out = recorded_runs.run(tmp_path / "run")
     config = out / "step3_ppo/config.yaml"
-    config.write_text(config.read_text(encoding="utf-8") + "dtype: fp32\n", encoding="utf-8")
+    config.write_text(config.read_text(encoding="utf-8") + f"dtype: {option}\n", encoding="utf-8")
+    recorded_runs.finish(out / "step3_ppo", hardware={"device": "a CPU", "processes": 1} | recorded)
     with_row(out / "step3_ppo", first_ratio_std=0.002)
-    assert "step3_ppo: first ratio is 1" in broken(out), "in fp32 the bound is nearer"
+    assert ("step3_ppo: first ratio is 1" in broken(out)) == exact
 
 
 @pytest.mark.parametrize(
