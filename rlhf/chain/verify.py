@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf verif
     console.quiet_libraries()
     from rlhf.chain.recount import finished_stages, recount, sealed_files
     from rlhf.report import seal
+    from rlhf.storage import manifests
 
     run = Path(options.run)
     stages = finished_stages(run)
@@ -37,9 +38,15 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf verif
     claims = []
     for step, stage in stages:
         console.say(stage.directory.name)
-        for claim in recount(step, stage):
-            console.say(claim.line)
-            claims.append((stage.directory.name, claim))
+        try:
+            for claim in recount(step, stage):
+                console.say(claim.line)
+                claims.append((stage.directory.name, claim))
+        except report.FAILURES as error:
+            other = manifests.other_writer(stage.manifest or {})
+            if not other:
+                raise
+            raise UserError(f"{stage.directory}: cannot be verified ({error!r}){other}") from error
     wrong = [f"{name}: {claim.name}" for name, claim in claims if not claim.holds]
     counted = sum(claim.recount is not None for _, claim in claims)
     left = len(claims) - counted

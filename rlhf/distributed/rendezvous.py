@@ -175,7 +175,9 @@ def shared_properties(options: RunOptions, stage: str) -> dict[str, str]:
     values = options.model_dump(mode="json")
     properties = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in values.items()}
     properties |= {
-        name: version for name, version in manifests.versions().items() if name not in ("python", "platform")
+        name: version
+        for name, version in manifests.versions().items()
+        if name not in ("python", "platform", manifests.PROGRAM)  # of the code, the file that differs is named
     }
     properties["python"] = ".".join(map(str, sys.version_info[:2]))
     user_files = [path for path in re.findall(r"[\w./~-]+\.py\b", json.dumps(values)) if Path(path).is_file()]

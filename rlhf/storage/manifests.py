@@ -18,6 +18,7 @@ from typing import TextIO
 
 from rlhf.config import Tree
 from rlhf.errors import UserError
+from rlhf.shipped import PACKAGES, ROOT
 from rlhf.storage import disk
 
 MANIFEST = "manifest.json"
@@ -26,11 +27,15 @@ METRICS = "metrics.jsonl"
 METRICS_VERSION = 1
 """Of metrics.jsonl, in the manifest of a stage. It rises when a row changes its form, or a name its meaning or unit, or
 disappears; new names leave it as it is (docs/metrics.md)."""
+FORMAT = 1
+"""Of every manifest; those of before 2026-11-28 have none. It rises when other versions would misread one."""
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 CARD = ("README.md", "training.svg")
 """the model card in a model's folder, and its picture"""
 CURE = "restore the file, rerun that stage with --overwrite, or name another directory"
+PROGRAM = "rlhf-pipeline"
+"""The name of this program among the versions; its version is a digest of its code."""
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 MOST_MODELS = 8
 """models that an error lists"""
@@ -66,7 +71,11 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
 def content_digest(manifest: Mapping[str, object]) -> str:
     """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout and
     of how a program writes numbers: 20.0 is 20."""
-    content = {name: _whole_numbers(value) for name, value in manifest.items() if name != "sha256"}
+    return _digest_as_written({name: _whole_numbers(value) for name, value in manifest.items()})
+
+
+def _digest_as_written(manifest: Mapping[str, object]) -> str:
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -80,13 +89,24 @@ def _whole_numbers(value: object) -> object:
 
 
 def write_manifest(path: Path, content: Mapping[str, object]) -> None:
+    content = {"format": FORMAT, **content}
     disk.write_json(path, {**content, "sha256": content_digest(content)})
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the libraries that a result depends on."""
-    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES}
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Versions of Python, the platform, and the libraries and the code that a result depends on."""
+    code = hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        code.update(path.read_bytes())
+    libraries = {name: importlib.metadata.version(name) for name in LIBRARIES} | {PROGRAM: code.hexdigest()[:12]}
     return {"python": sys.version.split()[0], "platform": platform.platform(), **libraries}
+
+
+def other_writer(manifest: Tree) -> str:
+    """A clause for an error about a stage or a checkpoint that another version of this program has written."""
+    same = manifest.get("versions", {}).get(PROGRAM) == versions()[PROGRAM]
+    return "" if same else f"; another version of {PROGRAM} wrote it"
 
 
 def require_writable(output_dir: str, stage: str = "") -> None:
@@ -200,15 +220,22 @@ def _parsed(path: Path) -> Tree:
 
 
 def parse(path: Path) -> tuple[Tree, str]:
-    """The manifest in a file; or an empty one, and why it is damaged: each has its own checksum."""
+    """The manifest in a file; or an empty one, and why it is damaged: each has its own checksum.
+
+    Raises: UserError if a version with another format wrote it.
+    """
     try:
         manifest = disk.read_json(path)
     except OSError as error:
         return {}, f"it cannot be read ({error.strerror})"
     except (ValueError, RecursionError) as error:
         return {}, f"it is not a manifest ({' '.join(str(error).split())[:100]})"
-    if not isinstance(manifest, dict) or manifest.get("sha256") != content_digest(manifest):
+    digests = [content_digest, _digest_as_written]  # the second: of before 2026-11-26
+    if not isinstance(manifest, dict) or manifest.get("sha256") not in [digest(manifest) for digest in digests]:
         return {}, "its content differs from its own sha256"
+    if manifest.get("format", FORMAT) != FORMAT:
+        got = f"format {manifest['format']}, expected {FORMAT}"
+        raise UserError(f"{path}: {got}: another version of {PROGRAM} wrote it; go on with that one")
     return manifest, ""
 
 

@@ -213,10 +213,9 @@ class Checkpoint:
         try:
             self._restore(state, seed)
         except (SafetensorError, OSError, *WRONG_CONTENT) as error:
-            raise UserError(
-                f"{self.folder}: the stage cannot resume from it ({error!r}); add --overwrite to start the stage from "
-                "scratch"
-            ) from None
+            other = manifests.other_writer(self.manifest)
+            cure = "add --overwrite to start the stage from scratch"
+            raise UserError(f"{self.folder}: the stage cannot resume from it ({error!r}){other}; {cure}") from None
 
     def _restore(self, state: Resumable, seed: int) -> None:
         numbers = disk.read_json(self.folder / STATE)

@@ -53,7 +53,7 @@ def stage_status(
     inputs_then = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
     changed = _changed(manifest, options, inputs_then, digests)
     longer = finished and _is_longer(directory, changed, options)
-    _require_same_options(directory, finished and not longer, changed, options)
+    _require_same_options(directory, finished and not longer, changed, options, manifest)
     other = _differing(manifest.get("data", {}), content())
     if other:
         raise _refusal(directory, finished, f"other data: {', '.join(other)} changed since", CURE)
@@ -112,7 +112,9 @@ def _of_results(config: Mapping[str, object], options: RunOptions) -> Tree:
     return result | {f"{name}.quantize": value["quantize"] for name, value in nested.items() if "quantize" in value}
 
 
-def _require_same_options(directory: Path, finished: bool, changed: Changes, options: RunOptions) -> None:
+def _require_same_options(
+    directory: Path, finished: bool, changed: Changes, options: RunOptions, manifest: Tree
+) -> None:
     changes = [f"{name} was {before!r}, now {now!r}" for name, (before, now) in changed.items()]
     if not finished and (options.allow_config_change or set(changed) <= _noted(options)):
         for line in changes:
@@ -120,7 +122,8 @@ def _require_same_options(directory: Path, finished: bool, changed: Changes, opt
         return
     if changed:
         listed = f"{', '.join(changes[:4])}{', ...' if len(changes) > 4 else ''}"
-        raise _refusal(directory, finished, f"other options ({listed})", CURE if finished else CHANGE)
+        other = f"other options ({listed}){manifests.other_writer(manifest)}"  # perhaps with other defaults
+        raise _refusal(directory, finished, other, CURE if finished else CHANGE)
 
 
 def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]:
@@ -220,7 +223,7 @@ def sweep_finished(directory: Path) -> None:
 def versions_changed(manifest: Tree) -> Iterator[str]:
     """`torch 2.12 -> 2.13` for each library whose version has changed since a checkpoint was written."""
     now = manifests.versions()
-    for name, before in manifest.get("versions", {}).items():
+    for name, before in ({manifests.PROGRAM: "older"} | manifest.get("versions", {})).items():
         if now.get(name) != before:
             yield f"{name} {before} -> {now.get(name)}"
 

@@ -188,7 +188,10 @@ def test_another_programs_layout_of_a_manifest_is_no_damage(tmp_path: Path) -> N
     manifests.write_manifest(path, content)
     text = json.dumps(json.loads(path.read_text(), parse_float=lambda word: float(f"{float(word):.17g}")))
     path.write_text(re.sub(r"(\d)\.0\b", r"\1", text))
-    assert "20.0" not in path.read_text() and manifests.read_manifest(tmp_path) == content | {"sha256": ANY}
+    assert "20.0" not in path.read_text() and manifests.read_manifest(tmp_path) == content | {
+        "format": manifests.FORMAT,
+        "sha256": ANY,
+    }
     path.write_text(path.read_text().replace("2.5", "2.25"))
     with pytest.raises(UserError, match="damaged or edited"):
         manifests.read_manifest(tmp_path)
