@@ -313,3 +313,18 @@ def test_one_opening_of_all_rows_is_named_and_its_cure_works(tmp_path: Path, pla
     for cured in (numbered, as_system):
         train, held_out = opened_lengths(tmp_path, plain, cured)
         assert train + held_out == 60 and 4 <= held_out <= 24  # 12 expected, standard deviation 3
+
+
+@pytest.mark.parametrize("phase", ["sft", "reward"])
+def test_a_row_keeps_its_weight(phase: Any, tmp_path: Path, plain: PreTrainedTokenizerBase) -> None:
+    """Through the cache, for training and held out: each item, and the array of all."""
+    rows = [{"prompt": words(n), "chosen": words(1), "rejected": words(2), "weight": n / 4} for n in range(1, 60)]
+    shares = tuple(float(name == phase) for name in PHASES)
+    options = DataOptions(
+        data_path=write(tmp_path / "x.jsonl", rows), data_split=shares, chat_template="plain", eval_fraction=0.3
+    )
+    opened = open_datasets(options, Recipe(phase), plain)
+    for data in (opened.train, opened.evaluation):
+        prompts = [(item.chosen if isinstance(item, Preference) else item.ids)[1] - FIRST for item in data]
+        assert [item.weight for item in data] == data.weights.tolist() == [n / 4 for n in prompts]
+    assert len(opened.train) > 20 and len(opened.evaluation) > 5

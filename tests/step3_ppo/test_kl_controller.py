@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,11 @@ from rlhf import plugins
 from rlhf.config import validate
 from rlhf.errors import UserError
 from rlhf.training.evaluations import Best
+from step3_ppo import stage
 from step3_ppo.algorithms.ppo import Config
 from step3_ppo.kl import KLController
 from tests.support import tiny
+from tests.support.demo import SMALL
 from tests.support.players import on_course, on_stage, players
 
 ITERATIONS, BATCH = 40, 128
@@ -205,3 +208,15 @@ def test_an_iteration_gets_the_coefficient_of_its_own_rollout() -> None:
     assert warm_up["kl_coef"] == 0.07
     assert [row["kl_coef"] for row in rows] == pytest.approx(expected, rel=1e-9)
     assert len(rows) == 3 and len(set(expected)) == 3
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_policy_above_the_budget_is_not_kept(admitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although its score is the best so far."""
+    monkeypatch.setattr(KLController, "admits", lambda *_: admitted)
+    options = {"actor_model": "demo-llama", "response_length": 8, "total_episodes": 64, "eval_samples": 8}
+    options |= {"kl_budget": 1.0, "keep_best": "eval_score", "eval_every": 1, "reward": ["length,target=8"]}
+    values = {**SMALL, **options, "algorithm": "rloo", "num_generations": 2, "output_dir": str(tmp_path)}
+    stage.run(plugins.find("step3_ppo.algorithms", "rloo").Config(**values))
+    manifest = json.loads((tmp_path / "step3_ppo/manifest.json").read_text(encoding="utf-8"))
+    assert ("best" in manifest["models"]) == ("eval_best_step" in manifest["metrics"]) == admitted

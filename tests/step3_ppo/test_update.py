@@ -165,6 +165,17 @@ def test_responses_that_weigh_alike_are_those_that_were_selected() -> None:
     assert metrics["policy_loss"] == pytest.approx(-advantages[rows, 0].mean().item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+def test_a_response_weighs_as_one_of_its_step_not_of_the_rollout(minibatches: int) -> None:
+    """At ratio 1 the mean over equal steps is minus the mean advantage, however many steps there are."""
+    still = {"num_ppo_epochs": 1, "num_mini_batches": minibatches, "learning_rate": 0.0}
+    game = players("grpo", loss_aggregation="sequence", kl_coef=0.0, **still)
+    rollout = game.score(game.sample(twice_each()))
+    advantages = torch.randn(8, 1, generator=torch.Generator().manual_seed(3)) * rollout.mask
+    metrics = game.update(rollout, Credit(advantages, advantages))
+    assert metrics["policy_loss"] == pytest.approx(-advantages[:, 0].mean().item(), abs=1e-6)
+
+
 def numbered(rollout: ScoredRollout) -> CreditedRollout:
     """Scores 0 to 7, and credit that starts with the row's number."""
     numbers = torch.arange(8.0)

@@ -66,6 +66,7 @@ def test_the_first_response_is_that_of_the_evaluation_and_the_others_are_new(tmp
         before, start = measured(learner)
         assert torch.equal(torch.get_rng_state(), state)
     assert start.shape == (2, 8, 6)  # 40 of 400
+    assert 2**19 < worth.AT_START != stage.HELD_OUT, "a random stream that no evaluation and no iteration has"
     assert torch.equal(start[0, :, 0], before.scores) and len(start[0].unique()) > 3
     penalties = start[1] - start[0]  # the judge is the same function, without the penalty
     assert {*penalties.flatten().tolist()} == {0.0, 10.0}
@@ -158,14 +159,14 @@ def test_the_numbers_by_hand() -> None:
     scores = torch.tensor([[2.0, 0.0, 3.0, 1.0], [1.0, 3.0, 2.0, 0.0]])
     start = torch.stack([scores, -scores])
     before = evaluation([2.0, 1.0, 5.0], [-2.0, -1.0, 0.0], 0.0, ["a", "b", "c"])
-    after = evaluation([2.0, 2.0, 7.0], [-1.5, -1.5, 0.0], 0.0, ["d", "e", "f"])
+    after = evaluation([2.0, 2.0, 7.0], [-1.0, -1.0, 0.5], 0.0, ["d", "e", "f"])
     kl = best_of_n.kl(3)
     numbers = worth.worth(start, before, replace(after, kl=torch.tensor([kl, kl, kl])))
     assert numbers["eval_best_of"] == 4 and numbers["eval_score_worth_best_of"] == pytest.approx(2.4)
     assert numbers["eval_score_efficiency"] == pytest.approx(1 / 1.25, rel=1e-6)  # at the KL of the best of 3
     assert (numbers["eval_score_worth_low"], numbers["eval_score_worth_high"]) == (1.0, 4.0)  # t of one degree: 12.7
-    # The score chooses, and what it chooses the judge dislikes: best-of-n has less than one response.
-    assert numbers["eval_judge_worth_best_of"] == 1.0
+    # The score chooses, and what it chooses the judge dislikes: no best-of-n has the judge's gain of 1/2.
+    assert numbers["eval_judge_worth_best_of"] == 4.0
     assert "eval_score_efficiency_gibbs" not in numbers  # four responses are too few
     unjudged = replace(before, judge_scores=None)
     assert "eval_judge_worth_best_of" not in worth.worth(start, unjudged, after)

@@ -160,3 +160,24 @@ def test_a_stage_alone_says_how_to_take_all_rows(
         undivided = options.model_copy(update={"data_path": (write("own.jsonl", (own, numbers)),)})
         alone = open_datasets(undivided, Recipe(phase), tokenizer)
         assert len(alone.train) == count and not alone.notes
+
+
+def test_a_prompt_that_is_held_out_for_another_phase_trains_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The evaluation data have it for reward models only; and a phase with its own data alone holds out nothing of
+    them, but leaves out what the shared split holds out."""
+    monkeypatch.chdir(tmp_path)
+    path = write("train.jsonl", ("demonstration", range(4, 84)))
+    Path("mine.py").write_text(SOURCE.replace("range(4, 84)", "range(4, 44) if phase == 'reward' else range(84, 90)"))
+    result = trained(tokenizer, "sft", data_path=(path,), data_split=(1, 0, 0), eval_data_path=("mine.py",))
+    assert result == {f"w{n}" for n in range(44, 84)}
+
+    paths: dict[str, Any] = {"data_path": (), "sft_only_data_path": (path,)}
+    options = DataOptions(data_cache="cache", eval_fraction=0.5, max_eval_rows=0, max_dropped=1.0, **paths)
+    alone = open_datasets(options, Recipe("sft", own_data_only=True), tokenizer)
+    held_out = {n for n in range(4, 84) if group_digest(Row((Message("user", f"w{n}"),)), 0)[0] / 2**64 < 0.5}
+    assert first_words(alone.train, tokenizer) == {f"w{n}" for n in {*range(4, 84)} - held_out}
+    [source] = alone.report["sources"]
+    assert source["outcomes"] == {"train": 80 - len(held_out), "prompt held out for evaluation": len(held_out)}
+    assert len(alone.evaluation) == 0 and 20 < len(held_out) < 60

@@ -1,6 +1,7 @@
 """What is left of a text that is too long, by hand and beside a search through all that could be left."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,23 @@ def test_a_cut_prompt_is_what_the_template_writes_around_as_many_last_words_as_f
             best = next(end for end in ends if sizes[end] <= limit)
             assert fitted.messages == [system, Message("user", best)], name
             assert fitted.ids == template.prompt_ids(fitted.messages)
+
+
+@pytest.mark.parametrize("limit", [3, 4, 5, 6, 8, 20])
+def test_a_prompt_that_is_cut_keeps_its_tools(limit: int, tmp_path: Path) -> None:
+    """They stand before all turns, and count."""
+    tokenizer = words_tokenizer(tmp_path, *(f"w{i}" for i in range(20)))
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name + ' ' }}{% endfor %}"
+        "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"
+    )
+    template = Template(prepare_tokenizer(tokenizer, "auto"))
+    prompt = [Message(role, words(*numbers)) for role, numbers in TURNS[1:]]
+    row = Row(tuple(prompt), variables={"tools": [{"name": "w17"}, {"name": "w18"}]})
+    fitted = fit_prompt(template, row, limit, by_tokens=True)
+    assert fitted is not None and len(fitted.ids) <= limit
+    kept = {20: (1, 2, 3, 4, 5, 6), 8: (1, 2, 3, 4, 5, 6), 6: (4, 5, 6), 5: (4, 5, 6), 4: (5, 6), 3: (6,)}[limit]
+    assert tuple(fitted.ids) == ids(17, 18, *kept)
 
 
 def test_a_text_without_spaces_is_cut_between_characters() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_policy, save_scalar
+from rlhf.engine.old_readers import add_entries
 from rlhf.engine.training import Engine
 from rlhf.models.head import ScoreHead
 from rlhf.models.policy import Policy
@@ -72,6 +73,17 @@ def test_positions_are_those_of_version_4_and_5(case: str, tmp_path: Path) -> No
         assert AutoConfig.from_pretrained(folder).to_dict() == again.to_dict()  # version 5 reads them as without
     now = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert torch.equal(now.base_model.rotary_emb.inv_freq, expected)
+
+
+def test_the_text_model_inside_a_larger_one_has_them_too(tmp_path: Path) -> None:
+    """The config of a model with a vision tower has that of its language model inside."""
+    rope = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    config = {"model_type": "gemma3", "text_config": {"rope_parameters": rope, "hidden_size": 8}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    add_entries(tmp_path)
+    added = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    expected = config | {"text_config": {"rope_parameters": rope, "hidden_size": 8, **added}}
+    assert json.loads((tmp_path / "config.json").read_text()) == expected
 
 
 def test_the_tokenizer_is_of_a_class_that_version_4_has(tmp_path: Path) -> None:

@@ -66,6 +66,18 @@ def test_the_numbers_of_a_policy_by_hand() -> None:
     assert second.distinct_2 == pytest.approx(3 / 12)  # 1-2, 2-3, 2-4
 
 
+def test_what_a_response_is_worth_is_what_the_selector_can_choose() -> None:
+    """The selector prefers the response that the judge likes less, so no best-of-n of the baseline has the gain."""
+    selector = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    baseline = replace(responses([[0.0, 1.0], [2.0, 4.0]]), selector=selector)
+    policy = responses([[0.6, 0.6], [3.2, 3.2]], texts=("c", "d"))
+    worth = policy_results({"old": baseline, "new": policy})[1].worth
+    assert worth is not None and worth.mean == 2.0
+    blind = replace(baseline, selector=-selector)  # the judge's own choice: a gain of 0.15 of 0.75
+    worth = policy_results({"old": blind, "new": policy})[1].worth
+    assert worth is not None and worth.mean == pytest.approx(1.2)
+
+
 def test_equal_responses_tie_despite_rounding_of_their_scores() -> None:
     baseline = responses([[0.0, 1.0]] * 3)
     other = responses([[1.0 + 1e-6, 1e-6]] * 3, texts=("b", "a"))  # "b" is its first response and the baseline's second
@@ -259,6 +271,7 @@ def test_responses_depend_on_the_seed_not_on_the_micro_batch(
 
     first = sampled("first")
     assert sampled("again", "--micro-batch-size", "3") == first
+    assert sampled("batches", "--rollout-batch-size", "4") == first
     assert sampled("other", "--seed", "1") != first
     numbers = [results(tmp_path / name)["policies"][1]["kl"]["mean"] for name in ("first", "again")]
     assert numbers[0] == pytest.approx(numbers[1], abs=1e-5)

@@ -67,6 +67,19 @@ def test_a_gain_is_worth_the_n_at_which_the_curve_has_it(gain: float, n: float) 
     assert (worth.low, worth.mean, worth.high) == (n, n, n)  # every prompt has the same gain
 
 
+def test_the_interval_counts_prompts_with_and_without_samples() -> None:
+    """By hand. Gains 0.9, 1.1, 0.8, 1.2 of four prompts have the variance 0.1 / 3; the curve n - 1 of the first two is
+    exact, so the interval is 1 +- t_1 sqrt(0.1 / 12), and n is one more. If the curves are a (n - 1) with a = 0.9 and
+    1.1, and the gains are all 1, their mean has the variance 2^2 (0.1^2 + 0.1^2) / 12 at n = 2."""
+    curve = torch.arange(200, dtype=torch.float64)
+    exact = best_of_n.worth(torch.tensor([0.9, 1.1, 0.8, 1.2], dtype=torch.float64), torch.stack([curve] * 2))
+    half = student_t(1) * math.sqrt(0.1 / 12)
+    assert (exact.mean, exact.low, exact.high) == pytest.approx((2.0, max(1.0, 2.0 - half), 2.0 + half), rel=1e-9)
+    varied = best_of_n.worth(torch.ones(4, dtype=torch.float64), torch.stack([0.9 * curve, 1.1 * curve]))
+    spread = student_t(1) * math.sqrt(4 * 0.02 / 12)  # times n - 1
+    assert varied.mean == pytest.approx(2.0) and varied.low == pytest.approx(1 + 1 / (1 + spread), rel=1e-9)
+
+
 def worlds(prompts: int, measured: int, k: int, count: int, policy: float) -> list[tuple[Tensor, Tensor]]:
     """(gains of a policy whose mean is `policy` standard deviations above, gains of best-of-n) of normal scores."""
     generator, result = torch.Generator().manual_seed(0), []

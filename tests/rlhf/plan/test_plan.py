@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -321,7 +322,32 @@ def test_a_checkpoint_has_twelve_bytes_per_trained_weight(model_path: str) -> No
         paths = {"actor_model": model_path, "reward_model": model_path}
         return forecast(ppo_plan.workload(policy, "H100", paths), four_gpus(80e9)).disk
 
-    assert disk(keep_best="eval_score") - disk() == 4 * weights * 4 + 2 * weights
+    copy = 4 * weights * 4 + 2 * weights
+    assert disk(keep_best="eval_score") - disk() == disk(ema_decay=0.9) - disk() == copy
+    assert disk(keep_best="eval_score", ema_decay=0.9) - disk() == 2 * copy
+
+
+def test_every_copy_of_the_weights_is_in_memory_all_the_time(model_path: str) -> None:
+    """Four bytes for each trained weight, on four ranks a fourth of it; in all moments of all stages that have one."""
+    machine, weights = four_gpus(80e9), sizes.size(model_path, "lm").total
+    paths = {"actor_model": model_path, "reward_model": model_path}
+
+    def moments(**changes: Any) -> dict[str, float]:
+        config = PPO(dtype="bf16", eval_every=5, **changes)
+        return {m.name: m.bytes.device for m in forecast(ppo_plan.workload(config, "H100", paths), machine).moments}
+
+    without = moments()
+    for changes, copies in (({"ema_decay": 0.9}, 1), ({"keep_best": "eval_score", "ema_decay": 0.9}, 2)):
+        grown = {name: value - without[name] for name, value in moments(**changes).items()}
+        assert grown == dict.fromkeys(without, 4 * copies * math.ceil(weights / 4))
+    for plan, kind, metric in ((sft_plan, SFTConfig, "eval_perplexity"), (reward_plan, RewardConfig, "eval_accuracy")):
+        options: dict[str, Any] = {"model": model_path, "dtype": "bf16", "eval_every": 5}
+        peaks = [
+            forecast(plan.workload(kind(**options, **more), "H100", {}), machine).peak
+            for more in ({}, {"keep_best": metric})
+        ]
+        trained = forecast(plan.workload(kind(**options), "H100", {}), machine).models[0].size.trained
+        assert peaks[1] - peaks[0] == 4 * math.ceil(trained / 4)
 
 
 def test_a_token_budget_counts_whole_rows_and_both_sides_of_pairs() -> None:

@@ -5,14 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlhf.chain.stages import STAGES
+from rlhf.config.options import EngineOptions
+from rlhf.engine import precision
 from rlhf.report.figures import curves, stages_of
 from rlhf.report.invariants import invariants
 from rlhf.report.records import read_runs
 from rlhf.report.taught import taught
 from rlhf.report.verdict import judge
 from rlhf.report.write import render_report
+from rlhf.training import hardware
 from tests.support import recorded_runs
 
 DECLARATIONS = [*STAGES.values()]
@@ -53,6 +57,14 @@ def test_an_invariant_that_does_not_hold_is_shown(tmp_path: Path) -> None:
     with_row(out / "step2_reward", loss=None)
     assert broken(out) == {"step3_ppo: first ratio is 1", "step2_reward: steps whose loss is no number"}
     assert "does not hold" in render_report(read_runs([str(out)], DECLARATIONS), DECLARATIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stage_records_the_dtype_that_auto_means(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_fast_dtype", lambda _: dtype)
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    assert hardware.describe(EngineOptions())["dtype"] == name
+    assert hardware.describe(EngineOptions(dtype="fp32"))["dtype"] == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +151,8 @@ def test_a_gain_that_length_explains_is_no_better_policy(tmp_path: Path, follows
     rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     for row, n in zip(rows, words, strict=True):
         row["judge"] = row["judge_before"] + (-0.05 if follows_length and n < 10 else 1.0)
+    unscored = [rows[1] | {"judge": None}, rows[0] | {"judge_before": None}]  # they say nothing of either
+    rows = [unscored[0], *rows, unscored[1]]
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     verdict = judge(read_runs([str(out)], DECLARATIONS)[0])
     assert any("at equal length the win rate is" in caution for caution in verdict.cautions) == follows_length

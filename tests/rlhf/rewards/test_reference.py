@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from rlhf import rewards
+from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
+from rlhf.rewards import learned
 from rlhf.types import Samples
 from tests.rlhf.rewards.responses import context, rollout, samples
+from tests.support import tiny
 
 
 def with_rows(responses: list[str | None], columns: list[dict[str, Any]] | None = None) -> Samples:
@@ -30,6 +33,19 @@ def test_the_response_of_the_data_is_the_column_reference(tmp_path: Path) -> Non
     assert scores(tmp_path, "def score(p, r, reference): return map(len, reference)", s) == [1, 2, 3]
     assert scores(tmp_path, "def score(p, r, **columns): return map(len, columns['reference'])", s) == [1, 2, 3]
     assert scores(tmp_path, "def score(p, r): return [0, 0, 0]", s) == [0, 0, 0]
+
+
+def test_a_frozen_reward_model_has_the_bits_of_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of --reward-models.quantize, whole or sharded as its other options say."""
+    asked: list[Any] = []
+    monkeypatch.setattr(learned, "load_scalar_model", lambda *given: asked.append(given[3]) or pytest.fail("loaded"))
+    tiny.tokenizer().save_pretrained(tmp_path)
+    for kind in ("none", "nf4"):
+        options = FrozenOptions(quantize=kind)
+        opened = replace(context(tmp_path), model_options=options)
+        with pytest.raises(pytest.fail.Exception):
+            learned.build(learned.Config(model=str(tmp_path)), opened)
+    assert [loading.quantize for loading in asked] == ["none", "nf4"]
 
 
 def test_a_row_without_one_has_none(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Loss spikes on lists of losses made for it: what is one, what is not, and when it is said."""
 
+import json
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -84,6 +85,20 @@ def heavy_tailed() -> Iterator[float]:
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
     assert spike_steps(losses) == []
+
+
+def test_a_resumed_run_does_not_say_again_what_was_said() -> None:
+    """And forgets nothing: a loss that was low before the stop is no less a spike after it."""
+    losses = noisy(100) + noisy(40, level=4.0)
+    for stop in (50, 101, 102, 103, 110):
+        spikes, steps = Spikes(LOSSES), list[int]()
+        for step, loss in enumerate(losses, start=1):
+            if step == stop:
+                state = json.loads(json.dumps(spikes.state_dict()))
+                spikes = Spikes(LOSSES)
+                spikes.load_state_dict(state)
+            steps += [step] if spikes.check({"loss": loss}) is not None else []
+        assert steps == spike_steps(losses) == [101], stop
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
