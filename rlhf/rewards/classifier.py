@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import field_validator
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf.config import Config as Base
 from rlhf.config import suggest
@@ -19,6 +19,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.models.load import context_length, explain_load_errors, load_config, refuse_non_finite
 from rlhf.models.traits import attention_options
 from rlhf.rewards import Context, Source
+from rlhf.text.tokenizer import auto_tokenizer
 from rlhf.types import Samples, length_groups
 
 
@@ -87,7 +88,7 @@ def load(path: str, context: Context) -> Classifier:
         model, info = AutoModelForSequenceClassification.from_pretrained(
             source, config=config, dtype=torch.float32, output_loading_info=True, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, truncation_side="left")
+        tokenizer = auto_tokenizer(source, truncation_side="left")
     if info["missing_keys"]:
         raise UserError(
             f"reward 'classifier': model '{path}' has no weights {', '.join(sorted(info['missing_keys'])[:3])}; "

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -27,6 +28,12 @@ from rlhf.text.turns import turn_end
 
 PAD = "<|pad|>"
 IS_CHECKPOINT = "; this directory is a checkpoint, from which a stage resumes; --export-every N writes models too"
+PROBES = (
+    "Hello, it's the 1st of 12345678 'EXAMPLES', isn't it?\n\n  Two  spaces,\ta tab\r\n and an end. \n",
+    " def f(x_1):\n    return {'a': [x_1 + 0.25, \"b\"]}  # https://example.org/?q=1&r=%20\n",
+    "naïve café \u2013 日本語のテキスト, 한국어, Привет, العربية, 🙂👍🏽 ﬁ Å\n",
+)
+"""texts on which two splits, or two normalisations, differ"""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -53,7 +60,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     read_mappings(path, Path(path), TOKENIZER_FILES)
     try:
         with PlainErrors():
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            tokenizer = auto_tokenizer(path)
     except LOAD_ERRORS as error:
         raise UserError(f"{path}: no tokenizer can be loaded from it: {tokenizer_reason(path, error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -64,6 +71,29 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             'set "eos_token" in its tokenizer_config.json'
         )
     return tokenizer
+
+
+def auto_tokenizer(path: str, **options: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers loads; where its ids differ from those of tokenizer.json, that file as it is.
+
+    transformers 5 builds a tokenizer anew by the class that tokenizer_config.json names, and takes from tokenizer.json
+    little more than the vocabulary: a split of another family, as in DeepSeek's models of Llama's class, is dropped.
+    """
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
+    local = Path(path) / "tokenizer.json"
+    file = local if local.parent.is_dir() else Path(str(try_to_load_from_cache(path, "tokenizer.json")))
+    if (
+        not loaded.is_fast
+        or not file.is_file()
+        or _ids(Tokenizer.from_file(str(file))) == _ids(loaded.backend_tokenizer)
+    ):
+        return loaded
+    plain = PreTrainedTokenizerFast.from_pretrained(path, **{**loaded.special_tokens_map, **options})
+    return loaded if _ids(plain.backend_tokenizer) == _ids(loaded.backend_tokenizer) else plain
+
+
+def _ids(backend: Tokenizer) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch(list(PROBES), add_special_tokens=False)]
 
 
 def _word_tokenizer(path: str) -> PreTrainedTokenizerBase:

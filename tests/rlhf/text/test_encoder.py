@@ -1,17 +1,28 @@
 """Many texts at a time against one by one, as transformers itself encodes them."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import Encoder
 from rlhf.text.templates import BUILT_IN
-from rlhf.text.tokenizer import prepare_tokenizer
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.types import Message, Row
-from tests.support.texts import DIALOGUE, HORRIBLE, MAKERS, opening_ids, slow_tokenizer, user, words_tokenizer
+from tests.support.texts import (
+    DIALOGUE,
+    HORRIBLE,
+    MAKERS,
+    byte_tokenizer,
+    opening_ids,
+    slow_tokenizer,
+    user,
+    words_tokenizer,
+)
 
 TEXTS = ["", "the fox", " ", " the", "\n", "\n\nthe", "é漢", *HORRIBLE]
 
@@ -82,3 +93,28 @@ def test_many_rows_are_each_row(tokenizer: PreTrainedTokenizerBase, name: str) -
     assert template.turn_ids_many(opening, answers) == [
         opening_ids(template, text) if i % 2 else template.response_ids(text) for i, text in enumerate(TEXTS)
     ]
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
+def test_the_split_of_tokenizer_json_stays_whatever_class_is_named(tmp_path: Path, named: str) -> None:
+    """The oracle is the file itself, as the library tokenizers reads it; and what is saved has it still."""
+    backend = byte_tokenizer().backend_tokenizer
+    digits = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s*[\r\n]+|[^\r\n\p{N}]+"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    merged = json.loads(backend.to_str())
+    pairs = [("Ċ", "Ċ"), ("1", "2"), ("12", "3"), ("123", "4"), ("e", "Ġthe")]
+    merged["model"]["vocab"] |= {a + b: 1000 + i for i, (a, b) in enumerate(pairs)}
+    merged["model"]["merges"] += [list(pair) for pair in pairs]
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(merged))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    texts = ["the 1234", "a\n\nb", "see the fox\r\n\n12345 é"]
+    expected = [Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids for text in texts]
+    loaded = load_tokenizer(str(tmp_path))
+    assert Encoder(loaded).encode_many(texts, split=False) == expected
+    assert (loaded.bos_token, loaded.eos_token) == ("<s>", "</s>")
+    loaded.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").backend_tokenizer.encode(texts[0]).ids == expected[0]
