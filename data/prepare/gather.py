@@ -204,6 +204,8 @@ class _Reader:
                 missing[held_out] -= 1
                 if max(missing.values()) <= 0:
                     break
+        if not counts.rows and (origin.use == "only" or not origin.code):  # a user's own source may serve one phase
+            raise UserError(f"{origin.data_path}: has no rows; expected at least one: write it again, or leave it out")
         if counts.outcomes[MALFORMED] > self.options.skip_bad_rows:
             raise UserError(_bad_rows_message(origin, counts))
 

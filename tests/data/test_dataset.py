@@ -268,7 +268,6 @@ def test_every_path_has_locations_of_rows_that_are_too_long(tmp_path: Path, plai
 @pytest.mark.parametrize(
     ("rows", "phase", "more", "message"),
     [
-        ([], "sft", {}, "0 usable rows for training in sft; of 0 rows: none"),
         ([{"text": "w1"}], "sft", {"data_split": (0, 1, 1)}, r"of 1 rows: 1 of another phase's share; .*0,1,1"),
         ([{"prompt": "w1"}] * 3, "sft", {"data_split": (1, 0, 0)}, "of 3 rows: 3 no response"),
         ([{"prompt": "w1"}], "reward", {"data_split": (0, 1, 0)}, "1 no rejected side"),
@@ -282,6 +281,15 @@ def test_nothing_usable(
     options = DataOptions(data_path=write(tmp_path / "x.jsonl", rows), **{**EVERYTHING, **split, **more})
     with pytest.raises(UserError, match=message):
         open_datasets(options, Recipe(phase), plain)
+
+
+@pytest.mark.parametrize("option", ["data_path", "sft_only_data_path", "eval_data_path"])
+def test_a_file_without_rows(tmp_path: Path, plain: PreTrainedTokenizerBase, option: str) -> None:
+    [full] = write(tmp_path / "full.jsonl", [{"prompt": f"w{n}", "response": "w1"} for n in range(30)])
+    [empty] = write(tmp_path / "empty.jsonl", [])
+    paths = {"data_path": (full,)} | {option: (full, empty) if option == "data_path" else (empty,)}
+    with pytest.raises(UserError, match=rf"^{empty}: has no rows; .*leave it out$"):
+        open_datasets(DataOptions(**{**EVERYTHING, **paths}), Recipe("sft"), plain)
 
 
 @pytest.mark.parametrize("split", [(0, 0, 0), (1, -1, 1), (1, float("inf"), 1), (1, float("nan"), 1)])
