@@ -17,6 +17,8 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 
 LOG_RATIO = 20.0
 """bound of |log ratio| of a policy"""
+MAX_K3 = 10.0
+"""nats; bound of a token's k3 as a loss. Its gradient is exp(ref_logprobs - logprobs), 2e4 at a distance of 10."""
 
 
 def token_nll(logprobs: Tensor, mask: Tensor, count: Count, weight: Tensor | None = None) -> Loss:
@@ -174,10 +176,14 @@ def kl_penalty(
     weights w: [B, T] or [B, 1], by default 1.
     The gradient of k2 = (logprobs - ref_logprobs)^2 / 2 on samples of the policy is that of the KL of each token given
     the tokens before it; the gradient of k3 is not (Schulman 2020; arXiv 2506.09477). The KL of whole responses, which
-    a penalty in the reward measures, also counts what a token does to the KL of those after it.
+    a penalty in the reward measures, also counts what a token does to the KL of those after it. k3 counts up to MAX_K3,
+    and beyond it has no gradient, as in verl and NeMo-RL.
     """
     logprobs, ref_logprobs = _masked(mask, logprobs, ref_logprobs)
+    if estimator == "k3":  # an infinite estimate would have a gradient of 0 * inf = NaN
+        logprobs = torch.clamp(logprobs, ref_logprobs - LOG_RATIO, ref_logprobs + LOG_RATIO)
     kl = kl_estimate(logprobs, ref_logprobs, estimator)
+    kl = kl.clamp(max=MAX_K3) if estimator == "k3" else kl
     return masked_mean(kl if weights is None else weights * kl, mask, count)
 
 

@@ -18,8 +18,8 @@ EMPTY_VARIANCE = 1e-12
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in float32 if its type is narrower; float32 and float64 do not change."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    """`x` in float32; float32 and float64 do not change. Integers, such as lengths, would truncate every mean."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def zero_off_mask(x: Tensor, mask: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def whiten(x: Tensor, mask: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     mean, var: scalars of `mean_var`, over all ranks. With one token, or equal tokens, the result is zero, not NaN.
     Subtracts in float64, so that constant float32 input gives exact zeros.
     """
-    return zero_off_mask(((x.double() - mean) * torch.rsqrt(var + 1e-8)).to(x.dtype), mask)
+    return zero_off_mask(((x.double() - mean) * torch.rsqrt(var + 1e-8)).to(at_least_fp32(x).dtype), mask)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator) -> Tensor:

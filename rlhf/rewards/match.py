@@ -3,7 +3,6 @@
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from typing import Any, Literal
 
 import torch
@@ -13,24 +12,9 @@ from torch import Tensor
 from rlhf.config import Config as Base
 from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of_rows
+from rlhf.rewards._numbers import number
 from rlhf.types import Row, Samples
 
-# A space, a comma, or one of LaTeX's forms separates thousands if three digits follow.
-DIGITS = (
-    r"(?:(?:\d{1,3}(?:(?:,(?:\\!)?|\{,\}|\\[,;]|[ \N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}])\d{3})+(?!\d)|\d+)"
-    r"(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\w))?"
-)
-# Sign, whole part of 2 1/2, numerator, denominator; the last two in LaTeX's form, with braces or one digit each, or in
-# plain digits. A hyphen between words or digits (3-4) is no sign; after Chinese or Japanese, which have no spaces, it
-# is, but for the second of two years, months, days or yuan.
-NUMBER = re.compile(
-    r"((?<![)}\]])(?<!\d[\u5e74\u6708\u65e5\u5143])(?<![^\W\u3040-\u30ff\u3400-\u9fff])[-\N{MINUS SIGN}])?"
-    r"\\?[$€£¥]?(?:(\d+)(?= ?\\[dt]?frac| [1-9]\d?/[1-9]) ?)?"
-    rf"(?:\\[dt]?frac(?:\{{(-?{DIGITS})\}}|(\d))(?:\{{({DIGITS})\}}|(\d))|({DIGITS})(?: ?/ ?({DIGITS}))?)"
-)
-FULL_WIDTH = {0xFF0D: "-", 0xFF0E: ".", 0xFF08: "(", 0xFF09: ")", 0xFFE5: "¥"}
-FULL_WIDTH_COMMA = re.compile(r"(?<=[\uff10-\uff19])\uff0c(?=[\uff10-\uff19])")
-"""between full-width digits; elsewhere it is the comma of a Chinese sentence"""
 EVERYTHING = r"(?s).+"
 
 
@@ -39,8 +23,8 @@ class Config(Base):
     """column with the right result, or with a list of right results; by default `answer`, or, if no row has that,
     `reference`, the response in the data"""
     compare: Literal["number", "text"] = "number"
-    """number: compare the values of the last number in both, so that $1,200 equals 1200.00, 3/4 equals 0.75, and 50%
-    equals 50; text: compare the texts without regard to case and white space"""
+    """number: compare the values of the last number in both, no part of an expression, so that $1,200 equals
+    1200.00, 3/4 equals 0.75, and 50% equals 50; text: compare the texts without regard to case and white space"""
     pattern: str = EVERYTHING
     """regular expression of the result in a response, without its thought: its last match, or the group in it, counts;
     by default all of it, unless it was cut. Quote it if it has a #, as in pattern='#### (.+)'"""
@@ -100,20 +84,6 @@ def last_match(pattern: str, text: str) -> str | None:
     return last[0][last[0].re.groups] if last else None
 
 
-def number(text: str) -> Decimal | None:
-    """The last number in `text`; a fraction is its value, and currency, percent sign and separators of thousands go."""
-    last = deque(NUMBER.finditer(FULL_WIDTH_COMMA.sub(",", text).translate(FULL_WIDTH)), maxlen=1)
-    if not last:
-        return None
-    sign, whole, *parts = last[0].groups()
-    value, *denominator = (Decimal(re.sub(r"[^\d.eE+-]", "", part)) for part in parts if part)
-    if not all(denominator):
-        return None
-    if denominator:
-        value = Decimal(whole or 0) + value / denominator[0]
-    return value.copy_negate() if sign else value
-
-
 def normalized_text(text: str) -> str | None:
     """`text` in lower case with single spaces; None if it is empty."""
     return " ".join(text.split()).casefold() or None
@@ -128,7 +98,8 @@ def _accepted(item: object, row: Row, cell: object, config: Config) -> Any:
         prompt = row.prompt[-1].content[-60:] if row.prompt else ""
         raise UserError(
             f"reward 'match': column '{name}' of the prompt that ends in {prompt!r}: got {str(cell)[-80:]!r}, in which "
-            f"there is no {config.compare} to compare; see the options column, column_pattern and compare"
+            f"there is no {config.compare} to compare (a part of an expression is none); see the options column, "
+            "column_pattern and compare, or write a reward function with a library such as math-verify"
         )
     return result
 

@@ -115,6 +115,17 @@ def test_padding_on_either_side_and_holes_change_no_bit() -> None:
             assert not wide[~wide_mask].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float16])
+def test_integers_such_as_lengths_are_not_truncated(dtype: torch.dtype) -> None:
+    """By hand: of 1, 8, 3, 4 each minus the mean of the others; in pairs, half the distance over distance / sqrt(2)."""
+    lengths, half = torch.tensor([1, 8, 3, 4], dtype=dtype), math.sqrt(0.5)
+    assert credit.leave_one_out(lengths, 4).tolist() == pytest.approx([-4, 16 / 3, -4 / 3, 0], abs=1e-6)
+    assert credit.group_relative(lengths, 2, scale=False).tolist() == [-3.5, 3.5, -0.5, 0.5]
+    assert credit.group_relative(lengths, 2, scale=True).tolist() == pytest.approx([-half, half, -half, half], abs=2e-4)
+    white = whitened(lengths, torch.ones(4, dtype=torch.bool))
+    assert white.tolist() == pytest.approx([-3 / math.sqrt(6.5), 4 / math.sqrt(6.5), -1 / math.sqrt(6.5), 0], abs=1e-6)
+
+
 def _credited(garbage: float) -> tuple[Tensor, ...]:
     """Everything from scores to whitened advantages, with `garbage` wherever the mask is False."""
     soiled = [normal(4, 4, seed=seed).masked_fill(~MASK, garbage) for seed in range(3)]

@@ -187,6 +187,15 @@ def test_a_ratio_counts_up_to_its_bound_and_beyond_it_has_no_gradient() -> None:
     assert float(metrics["approx_kl"]) == pytest.approx(math.exp(-20) - 1 + 20, rel=1e-6)
 
 
+def test_k3_counts_up_to_its_bound_and_beyond_it_has_no_gradient() -> None:
+    """exp(2) - 1 - 2 and its derivative 1 - exp(2) below the bound; 10 nats and no gradient where it would be 7.8e2."""
+    x, reference = torch.tensor([[-2.0, -6.66, -90.0, 90.0]], requires_grad=True), torch.zeros(1, 4)
+    loss = losses.kl_penalty(x, reference, torch.ones(1, 4, dtype=torch.bool), "k3", 1)
+    assert float(loss.detach()) == pytest.approx(math.exp(2) - 3 + 10 + 10 + 10, rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient[0].tolist() == pytest.approx([1 - math.exp(2), 0, 0, 0], rel=1e-6)
+
+
 def test_token_nll_is_cross_entropy() -> None:
     logits, ids = normal(*SHAPE, 7), torch.randint(7, SHAPE, generator=torch.Generator().manual_seed(1))
     expected = torch.nn.functional.cross_entropy(logits.double()[MASK], ids[MASK])
