@@ -22,11 +22,14 @@ SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What make test, make test-ranks and make test-compiled run together
 WHOLE := @tests/whole.txt
 SMOLLM2 := models/smollm2-135m-instruct
+# Triton comes with a CUDA build of torch only, so the tests of its kernels have it in a folder of their own
+KERNELS := build/triton
+TRITON := triton==3.9.0
 # vLLM pins other versions than constraints.txt, so it has an environment of its own
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c tests/constraints-vllm.txt
 
-.PHONY: help install demo test test-ranks test-compiled test-latest test-oldest test-avx2 test-long test-faults test-browser test-vllm mutants check format bench gpu bench-data docs smollm2 clean
+.PHONY: help install demo test test-ranks test-compiled test-latest test-oldest test-avx2 test-long test-faults test-browser test-kernels test-vllm mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -64,6 +67,9 @@ test-faults: $(INSTALLED)  ## every fault of docs/reliability.md in earnest: pro
 
 test-browser: $(INSTALLED)  ## pages in headless Chromium, if it is installed: a minute
 	$(PY) -m pytest -m browser $(ARGS)
+
+test-kernels: $(INSTALLED) $(KERNELS)/.installed  ## Triton's kernels for GPUs, interpreted and compiled: a minute, no GPU
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(PY) -m pytest -m kernels $(ARGS)
 
 test-vllm: $(VLLM)/.installed  ## rollouts by vLLM itself, on a CPU: some minutes, and 3 GB for its environment
 	$(VLLM)/bin/python -m pytest -m vllm tests/rlhf/generation/test_vllm_itself.py $(ARGS)
@@ -128,6 +134,10 @@ $(INSTALLED): $(MADE) pyproject.toml constraints.txt
 
 $(DOCS): $(INSTALLED)
 	@$(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(KERNELS)/.installed: $(INSTALLED)
+	@$(PIP) --target $(KERNELS) --no-deps --upgrade $(TRITON)
 	@touch $@
 
 # vLLM's CPU build asks for packages of images, sound and video, which do not load beside its torch and are not needed.

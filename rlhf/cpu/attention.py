@@ -7,6 +7,7 @@ gradients of 8 rows of 320 tokens take 17 ms where torch takes 31 (Xeon with AMX
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +25,8 @@ from rlhf.distributed import collectives
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
 """names of our attention in transformers: this module; the same between compiled layers, with the kernels for packed
 rows; with the kernels for one token"""
+OneToken = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+"""as `one_token`"""
 BLOCK = 128
 """queries computed at once; keys after the last of them are not computed"""
 
@@ -31,11 +34,13 @@ BLOCK = 128
 def install(lm: PreTrainedModel) -> None:
     """Set this attention for `lm`, whose weights are aligned for a CPU. A model whose attention is not sdpa keeps its
     own."""
-    if collectives.local_device().type == "cpu":
+    device = collectives.local_device()
+    if device.type == "cpu":
         memory.align(lm)
     if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
         return
-    _register(NAME, attention)
+    fused = _one_token_in_triton(device) if device.type == "cuda" else None
+    _register(NAME, partial(attention, single=fused) if fused else attention)
     _register(ONE_TOKEN, _attention_with_kernel)
     lm.set_attn_implementation(NAME)
 
@@ -88,7 +93,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     layout: Any = None,
-    single: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] | None = None,
+    single: OneToken | None = None,
     packed: Callable[[Any, Tensor, Tensor, Tensor, float], Tensor | None] | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -128,6 +133,35 @@ def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
     attended = scores.softmax(-1).to(v.dtype) @ v
     return attended.flatten(1, 2)[:, None]
+
+
+@functools.cache
+def _one_token_in_triton(device: torch.device) -> OneToken | None:
+    """`one_token` that reads the keys that are seen only, if Triton is there and random numbers find it right."""
+    try:
+        from triton.errors import TritonError
+
+        from rlhf.cpu import one_token_triton
+    except ImportError:
+        return None
+    try:
+        if all(map(partial(_agrees, one_token_triton.attend, device), (torch.float32, torch.bfloat16, torch.float16))):
+            return one_token_triton.attend
+        reason = "its results are wrong"
+    except (RuntimeError, TritonError) as error:
+        reason = str(error).strip().splitlines()[0]
+    warnings.warn(
+        f"rollouts are slower: Triton's attention of one token is not used on {device}: {reason}", stacklevel=2
+    )
+    return None
+
+
+def _agrees(attend: OneToken, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `attend` is `one_token` on random numbers: rows of unequal length, and one with many keys."""
+    q, k, v = (x.to(device) for x in kernels.random_tensors(dtype, (3, 8, 1, 40), (3, 2, 300, 40), (3, 2, 300, 40)))
+    visible = torch.arange(300, device=device) >= torch.tensor([[2], [299], [150]], device=device)
+    mask = visible[:, None, None]
+    return kernels.close(attend(q, k, v, mask, 0.2), one_token(q, k, v, mask, 0.2))
 
 
 def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:

@@ -73,14 +73,14 @@ def for_one_token(dtype: torch.dtype) -> bool:
     on disk."""
     if dtype not in (torch.float32, torch.bfloat16) or not _compiled():
         return False
-    x, weight, q, k, v = _random_tensors(dtype, (3, 1, 40), (50, 40), (2, 6, 1, 40), (2, 2, 21, 40), (2, 2, 21, 40))
+    x, weight, q, k, v = random_tensors(dtype, (3, 1, 40), (50, 40), (2, 6, 1, 40), (2, 2, 21, 40), (2, 2, 21, 40))
     visible = torch.arange(21).expand(2, 1, 1, 21) > 2
     try:
         results = products(x, [weight], []), attend(q, k, v, visible, 0.2)
     except RuntimeError:  # oneDNN has no block products for this CPU
         return False
     expected = F.scaled_dot_product_attention(q, k, v, visible, scale=0.2, enable_gqa=True)
-    return _close(results[0], x @ weight.mT) and _close(results[1], expected.transpose(1, 2))
+    return close(results[0], x @ weight.mT) and close(results[1], expected.transpose(1, 2))
 
 
 @functools.cache
@@ -88,21 +88,23 @@ def for_rows(dtype: torch.dtype) -> bool:
     """Whether `attend_rows` is correct on this machine; only for bf16. The first call compiles it."""
     if dtype != torch.bfloat16 or not _compiled():
         return False
-    q, k, v = _random_tensors(dtype, (1, 6, 90, 40), (1, 2, 90, 40), (1, 2, 90, 40))
+    q, k, v = random_tensors(dtype, (1, 6, 90, 40), (1, 2, 90, 40), (1, 2, 90, 40))
     try:
         result = attend_rows(q, k, v, torch.tensor([[0, 90, 90, 90]]), 0.2)
     except RuntimeError:
         return False
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
-    return _close(result, expected.transpose(1, 2))
+    return close(result, expected.transpose(1, 2))
 
 
-def _random_tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+def random_tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Normal numbers, the same in each call."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def _close(result: Tensor, expected: Tensor) -> bool:
+def close(result: Tensor, expected: Tensor) -> bool:
+    """Whether a kernel is right: a mistake of indices is off by more than 0.1, bf16 by less."""
     return torch.allclose(result, expected, rtol=0, atol=1e-4 if result.dtype == torch.float32 else 0.1)
 
 
