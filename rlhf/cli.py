@@ -4,10 +4,11 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rlhf import console
 from rlhf.config import suggest
-from rlhf.errors import UserError, run_as_user
+from rlhf.errors import UserError, run_program
 from rlhf.shipped import PACKAGES, ROOT
 
 VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -67,6 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(importlib.import_module(module).main([*words[1:], *options], f"rlhf {verb}"))
 
 
-def run() -> int:
+def run() -> NoReturn:
     """The console script `rlhf`."""
-    return run_as_user(main)
+    run_program(main)

@@ -2,11 +2,18 @@
 
 import errno
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from rlhf import private_folders, streams
+
+THREADS_S = 30.0
+"""seconds that the end of a program waits for threads, which the user's code may have left"""
 
 
 class UserError(ValueError):
@@ -64,6 +71,34 @@ def run_as_user(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def run_program(main: Callable[[], int | None]) -> NoReturn:
+    """`run_as_user`, and the end of the process."""
+    code = 1
+    try:
+        code = run_as_user(main)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+        raise
+    finally:
+        end_within(THREADS_S, code)
+    raise SystemExit(code)
+
+
+def end_within(seconds: float, code: int) -> None:
+    """From now on Ctrl-C ends the process at once: Python's handler would raise in the middle of a clean-up, whose exit
+    code stays 0 or becomes 1. A process whose threads do not end by themselves ends after `seconds`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def wait() -> None:
+        time.sleep(seconds)
+        names = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon)
+        print(f"ended without waiting for threads that do not end: {names}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

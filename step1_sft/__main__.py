@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rlhf.errors import run_program
 from rlhf.training.stage_process import fast_imports, stage_main
 from step1_sft.config import STAGE, SFTConfig
 
@@ -18,4 +19,4 @@ def main(argv: Sequence[str] | None = None, program: str = "") -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

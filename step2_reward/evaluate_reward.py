@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf import console
-from rlhf.errors import UserError, run_as_user
+from rlhf.errors import UserError, run_program
 from rlhf.evaluation.programs import read_options
 from step2_reward.evaluation_options import EvaluateRewardConfig
 
@@ -35,4 +35,4 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evalu
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_as_user(main))
+    run_program(main)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf.config import parser
+from rlhf.errors import run_program
 from rlhf.training.stage_process import fast_imports, stage_main
 from step3_ppo.config import STAGE, Step3Config
 
@@ -25,4 +26,4 @@ def main(argv: Sequence[str] | None = None, program: str = "") -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf import console
-from rlhf.errors import UserError, run_as_user
+from rlhf.errors import UserError, run_program
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
 
@@ -37,4 +37,4 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evalu
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_as_user(main))
+    run_program(main)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rlhf import console
-from rlhf.errors import UserError, run_as_user
+from rlhf.errors import UserError, run_program
 from rlhf.evaluation.options import PairsConfig
 from rlhf.evaluation.programs import read_options, require_prompts, run_on_processes
 
@@ -31,4 +31,4 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf pairs
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_as_user(main))
+    run_program(main)

@@ -1,15 +1,21 @@
 """How far a stage is, from its files, and the last lines of a chain that ends early: the command to resume, the cause,
 and the checkpoint. Torch-free."""
 
+import contextlib
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rlhf.launch import rank_variables
 from rlhf.launch.supervisor import ExitStatus
 from rlhf.storage import disk
+
+HUNG = 5.0
+"""a step hangs when nothing was written for so many times as long as the longest one took"""
 
 
 def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
@@ -25,10 +31,22 @@ def failure_summary(stage: Path, status: ExitStatus, command: str) -> str:
 
 
 def has_unsaved_steps(stage: Path) -> bool:
-    """Whether the stage in this directory has finished steps that are neither in a checkpoint nor in its result."""
+    """Whether the stage in this directory has finished steps that are neither in a checkpoint nor in its result, and
+    whose present step does not hang."""
     step, checkpoint = last_step(stage), newest_checkpoint(stage)
     saved = 0 if checkpoint is None else int(checkpoint.name[5:])
-    return step is not None and step > saved and not (stage / "manifest.json").is_file()
+    return step is not None and step > saved and not (stage / "manifest.json").is_file() and not _hangs(stage)
+
+
+def _hangs(stage: Path) -> bool:
+    """Whether the stage has written nothing, neither rows nor files, for several times as long as its longest step."""
+    times = [0.0, *(float(row.get("seconds", 0.0)) for row in disk.json_lines(stage / "metrics.jsonl"))]
+    longest = max(after - before for before, after in pairwise(times))
+    changes = [0.0]
+    for path in stage.rglob("*"):
+        with contextlib.suppress(OSError):  # of a checkpoint that is just removed
+            changes.append(path.stat().st_mtime)
+    return time.time() - max(changes) > HUNG * max(longest, 1.0)
 
 
 def last_step(stage: Path) -> int | None:

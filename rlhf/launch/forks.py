@@ -20,6 +20,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NoReturn
 
+from rlhf.errors import THREADS_S, end_within
+
 _TASKS = Path("/proc/self/task")
 _of_imports: ContextVar[frozenset[str]] = ContextVar("_of_imports", default=frozenset())
 """the threads that imports have started"""
@@ -94,6 +96,7 @@ def _become(module: str, argv: Sequence[str], environment: Mapping[str, str], si
         own = sys.path[0 if sys.flags.safe_path else 1 :]  # without -P the first one is the directory of the script
         sys.path[:] = dict.fromkeys([*paths, *own])
         code = _run(module, argv)
+        end_within(THREADS_S, code)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()

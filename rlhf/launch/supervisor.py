@@ -171,13 +171,18 @@ class SignalHandler(abc.ABC):
 
 
 class Signals(SignalHandler):
-    """Signals to this process, stored until `take`."""
+    """Signals to this process, stored until `take`. One that nobody has taken is raised again at the end."""
 
     def __init__(self) -> None:
         self._waiting: list[int] = []
 
     def remember(self, number: int, _: FrameType | None = None) -> None:
         self._waiting.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        for number in self.take():
+            signal.raise_signal(number)
 
     def waiting(self) -> bool:
         return bool(self._waiting)
@@ -220,6 +225,7 @@ class GroupWatch:
                 self._overdue, self._deadline = True, now + CLOSING_S
                 self._group.signal(signal.SIGKILL)
             time.sleep(POLL_S)
+        self._handle_signals()
         code = self._code()
         requested = self._stops or self._requeue
         return ExitStatus(code, self._cause(), not (requested or self._lost or code in (0, *EXPLAINED, *ORDERLY)))

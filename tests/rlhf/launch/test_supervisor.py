@@ -1,12 +1,14 @@
 """How long a group of ranks that was asked to end may go on, on a clock of the test."""
 
 import json
+import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from rlhf.launch import supervisor
+from rlhf.launch import failure_summary, supervisor
 from rlhf.launch.failure_summary import has_unsaved_steps
 from rlhf.launch.supervisor import REQUEUE, TERMINATED, GroupWatch, RankExit, Signals
 
@@ -97,6 +99,42 @@ def test_a_signal_that_one_rank_alone_received_is_named(code: int, name: str, mo
     monkeypatch.setattr(rank, "poll", poll)
     status = GroupWatch(rank, Signals(), GRACE_S).wait()
     assert (int(status), status.cause) == (code, name)
+
+
+def test_a_signal_after_the_last_rank_has_ended_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a chain goes on with the next stage."""
+    signals, rank = Signals(), Rank(Clock(), saves_at=0)
+
+    def poll() -> list[RankExit]:
+        rank.ended = True
+        signals.remember(signal.SIGINT)
+        return [RankExit(0, 0)]
+
+    monkeypatch.setattr(rank, "poll", poll)
+    monkeypatch.setattr(supervisor, "time", Clock())
+    assert GroupWatch(rank, signals, GRACE_S).wait() == -signal.SIGINT
+
+
+def test_a_signal_that_nobody_has_taken_is_raised_again() -> None:
+    with pytest.raises(KeyboardInterrupt), Signals():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_step_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest took 20 s, an evaluation: five times as much without a byte is too long."""
+    stage = tmp_path / "step3_ppo"
+    (stage / "checkpoints" / ".tmp-step-00000002").mkdir(parents=True)
+    metrics, saving = stage / "metrics.jsonl", stage / "checkpoints" / ".tmp-step-00000002" / "actor"
+    rows = [{"kind": "eval", "step": 0, "seconds": 20.0}, {"kind": "train", "step": 1, "seconds": 30.0}]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    saving.touch()
+    for path in (*stage.rglob("*"), stage):
+        os.utime(path, (1000.0, 1000.0))
+    for now, waited in ((1099.0, True), (1101.0, False)):
+        monkeypatch.setattr(failure_summary, "time", SimpleNamespace(time=lambda now=now: now))
+        assert has_unsaved_steps(stage) == waited
+    os.utime(saving, (1090.0, 1090.0))  # a checkpoint is being written
+    assert has_unsaved_steps(stage)
 
 
 def test_which_steps_are_unsaved(tmp_path: Path) -> None:
