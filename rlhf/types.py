@@ -56,6 +56,8 @@ class Row:
     """of the row in the loss, at least 0; with 0 it serves as a prompt only"""
     location: str = field(default="", compare=False)
     """file:line, for messages about the row"""
+    response_column: str = field(default="", compare=False)
+    """the name of the response in the file, such as `answer`, by which reward functions may ask for it"""
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:

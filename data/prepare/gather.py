@@ -6,7 +6,7 @@ import json
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from json import JSONEncoder
 from pathlib import Path
@@ -325,7 +325,7 @@ PAIR_COLUMNS = ("margin", "subset")
 """columns that a pair keeps"""
 
 
-MORE = ("variables", "response_keys", "rejected_keys", "weight")
+MORE = ("variables", "response_keys", "rejected_keys", "weight", "response_column")
 """fields of a row that few rows have"""
 PLAIN = Row(())
 
@@ -343,6 +343,7 @@ def row_to_json(row: Row, phase: Phase) -> str:
     group, columns = row.group, row.columns
     if phase != "ppo":
         group, columns = "", {k: v for k, v in columns.items() if k in PAIR_COLUMNS}
+        row = replace(row, response_column="") if row.response_column else row
     prompt = [_message_to_json(message) for message in row.prompt]
     more = {name: value for name in MORE if (value := getattr(row, name)) != getattr(PLAIN, name)}
     try:

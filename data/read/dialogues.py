@@ -99,6 +99,8 @@ def with_system_message(record: Record, prompt: tuple[Message, ...], location: s
 def read_response(record: Record, column: str, location: str) -> tuple[tuple[Message, ...], Message]:
     """(messages before the response, the response). Many datasets repeat the prompt before each response."""
     value = record[column]
+    if column == "answer" and isinstance(value, int | float) and not isinstance(value, bool):
+        return (), Message("assistant", str(value))  # to a question in numbers
     if not isinstance(value, list | dict):
         return (), Message("assistant", read_text(record, column, location))
     *before, last = read_dialogue({column: value if isinstance(value, list) else [value]}, column, location)

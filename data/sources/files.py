@@ -17,7 +17,7 @@ from pydantic import field_validator
 
 from data.read.paths import TableConfig, open_path
 from data.read.records import Record, column_names
-from data.read.shapes import SHAPES, match_shape
+from data.read.shapes import SHAPES, SINGLE, match_shape
 from data.read.table import Parsed, Table, Unanswered
 from rlhf.config import suggest
 from rlhf.errors import UserError
@@ -120,6 +120,8 @@ def parse(record: Record, location: str, shape: str | None = None, renamed: Mapp
                 f"{location}: got tools, {KWARGS} or a weight, expected them only beside one response or a pair"
             )
         return row
+    if matched.responses == SINGLE and row.response is not None and len(matched.columns) > 1:
+        common["response_column"] = renamed.get(matched.columns[1], matched.columns[1])
     return replace(row, **common, weight=weight * row.weight)
 
 

@@ -177,10 +177,10 @@ def check_source(spec: str, context: Context) -> None:
 def check_rows(spec: str, rows: Iterable[Row]) -> None:
     """The source's `check_rows(config, rows)`, if its file has one beside `build`. Raises: UserError for a row that it
     cannot score, which a run may meet after hours."""
-    module = None if _is_function(spec) else plugins.find("rlhf.rewards", plugins.parse_spec(spec)[0])
-    check = getattr(module, "check_rows", None)
+    plugin = plugins.spec("python", function=spec) if _is_function(spec) else spec
+    check = getattr(plugins.find("rlhf.rewards", plugins.parse_spec(plugin)[0]), "check_rows", None)
     if check is not None:
-        plugins.call(spec, "check_rows", check, plugins.options("rlhf.rewards", spec), [*rows])
+        plugins.call(spec, "check_rows", check, plugins.options("rlhf.rewards", plugin), [*rows])
 
 
 def _is_function(spec: str) -> bool:
@@ -256,8 +256,8 @@ def as_samples(rollout: SampledRollout, tokenizer: PreTrainedTokenizerBase) -> S
 def columns_of(samples: Samples) -> dict[str, list[Any]]:
     """The columns of the rows beside the prompt, by name: each a list of B, None for a row without that column.
 
-    The response in the data (a demonstration, the chosen side of a pair) is the column `reference`, unless the
-    data has a column of that name.
+    The response in the data (a demonstration, the chosen side of a pair) is the column `reference`, and has the name
+    that the file gives it, such as `answer`, unless the data has another column of that name.
     """
     return columns_of_rows(samples.rollout.rows)
 
@@ -266,8 +266,9 @@ def columns_of_rows(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """The same of rows that need no responses yet."""
     names = sorted({name for row in rows for name in row.columns})
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
-    if REFERENCE not in columns and any(row.response is not None for row in rows):
-        columns[REFERENCE] = [row.response for row in rows]
+    answered = {row.response_column or REFERENCE for row in rows if row.response is not None}
+    for name in ({REFERENCE} if answered else set()) | answered:
+        columns.setdefault(name, [row.response for row in rows])
     return columns
 
 

@@ -35,7 +35,7 @@ PLAINER = (
 PLAINER_PATTERNS = tuple((re.compile(pattern), replacement) for pattern, replacement in PLAINER)
 BOUNDARY = re.compile(
     r"(?<![\\A-Za-z])(?:[A-Za-z]['\u2019]?[A-Za-z]|[A-Za-z]&[A-Za-z]|[ap]\.m\.)[A-Za-z'\u2019&]*"  # words
-    r"|(?<![\\A-Za-z])[aAI]\s|(?<![\\A-Za-z])[A-Za-z][.)]\s"  # labels, too
+    r"|(?<![\\A-Za-z])(?:[aAI]\s|[A-Za-z][.)]\s|[A-Za-z](?=\d))"  # labels, too
     r"|[^\W\d_a-zA-Z]|[\uff0c\u3002\uff1b\uff1a\u3001\uff01\uff1f\uff08\uff09]"
     r"|[\n=≈→⇒;?]|(?<!\d):|:(?!\d)|[.!](?=\s|$)|,(?=\s)|>>|<<|(?<!\\)\$|\\[()\[\]]|\\(?:boxed|fbox)\s*\{"
     r"|\\(?:approx|implies|Rightarrow|rightarrow|to|therefore|leq?|geq?)(?![A-Za-z])"

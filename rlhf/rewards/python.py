@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from rlhf import plugins
 from rlhf.config import Config as Base
 from rlhf.errors import UserError
-from rlhf.rewards import Context, Function, Source, columns_of
-from rlhf.types import Samples
+from rlhf.rewards import Context, Function, Source, columns_of, columns_of_rows
+from rlhf.types import Row, Samples
 
 ANSWERS = "answers"
 """the parameter that gets the responses without the thoughts before them"""
@@ -46,12 +46,7 @@ def build(config: Config, context: Context) -> Source:
         all_columns = columns_of(samples)
         if ANSWERS in parameters:
             all_columns = {ANSWERS: list(samples.answers), **all_columns}
-        missing = [name for name in required if name not in all_columns]
-        if missing:
-            raise UserError(
-                f"reward '{config.function}': it takes '{missing[0]}', but the rows have "
-                f"{', '.join(all_columns) or 'none'}; if only some rows have it, give it a default: {missing[0]}=None"
-            )
+        _require_columns(config.function, required, all_columns)
         columns = {
             name: column
             for name, column in all_columns.items()
@@ -73,6 +68,23 @@ def build(config: Config, context: Context) -> Source:
         return torch.tensor(numbers, device=context.device)
 
     return score
+
+
+def check_rows(config: Config, rows: Sequence[Row]) -> None:
+    """Raises: UserError if a parameter without a default names a column that no row has."""
+    function = _load_function(config.function)
+    _require_columns(
+        config.function, _required([*_parameters(config.function, function).values()]), columns_of_rows(rows)
+    )
+
+
+def _require_columns(spec: str, required: Iterable[str], columns: Mapping[str, object]) -> None:
+    missing = [name for name in required if name not in columns and name != ANSWERS]
+    if missing:
+        raise UserError(
+            f"reward '{spec}': it takes '{missing[0]}', but the rows have {', '.join(columns) or 'none'}; if only some "
+            f"rows have it, give it a default: {missing[0]}=None"
+        )
 
 
 def _parameters(spec: str, function: Function) -> Mapping[str, inspect.Parameter]:

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -88,7 +89,8 @@ def auto_tokenizer(path: str, **options: str) -> PreTrainedTokenizerBase:
         or _ids(Tokenizer.from_file(str(file))) == _ids(loaded.backend_tokenizer)
     ):
         return loaded
-    plain = PreTrainedTokenizerFast.from_pretrained(path, **{**loaded.special_tokens_map, **options})
+    settings: Any = {**loaded.special_tokens_map, **options}
+    plain: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(path, **settings)
     return loaded if _ids(plain.backend_tokenizer) == _ids(loaded.backend_tokenizer) else plain
 
 

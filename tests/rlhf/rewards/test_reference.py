@@ -1,16 +1,19 @@
 """What a user's function gets of the data beside prompts and responses: the columns, and the reference response."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data.prepare.gather import row_from_json, row_to_json
+from data.sources import files
 from rlhf import rewards
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
 from rlhf.rewards import learned
-from rlhf.types import Samples
+from rlhf.types import Row, Samples
 from tests.rlhf.rewards.responses import context, rollout, samples
 from tests.support import tiny
 
@@ -82,3 +85,27 @@ def test_what_no_row_has_is_asked_for_by_name(
 @pytest.mark.parametrize("signature", ["*texts", "p, /, r, gold=0", "p, r, *rest, gold=0"])
 def test_signatures_of_all_kinds(signature: str, tmp_path: Path) -> None:
     assert scores(tmp_path, f"def score({signature}): return [1, 2, 3]", with_rows([None] * 3)) == [1, 2, 3]
+
+
+def test_it_has_its_name_in_the_file_too(tmp_path: Path) -> None:
+    """The row is read from a file as GSM8K's are, written and read again as for a rollout."""
+    (tmp_path / "x.jsonl").write_text('{"question": "2 + 2?", "answer": 4}\n')
+    [row] = files.build(files.Config(), str(tmp_path / "x.jsonl")).rows("ppo")
+    assert isinstance(row, Row)
+    stored = row_from_json(row_to_json(row, "ppo"))
+    s = samples(replace(rollout(), rows=(stored,) * 3))
+    assert scores(tmp_path, "def score(p, r, answer): return [float(a) for a in answer]", s) == [4, 4, 4]
+    text = "def score(p, r, **columns): return [columns['answer'] == columns['reference'] == ['4'] * 3] * 3"
+    assert scores(tmp_path, text, s) == [1, 1, 1]
+
+
+def test_parameters_are_compared_with_the_columns_before_anything_is_sampled(tmp_path: Path) -> None:
+    rows = with_rows(["a", "b", "c"], [{"gold": 7}] * 3).rollout.rows
+    for text, error in (
+        ("def score(p, r, gold, answers, other=1): ...", ""),
+        ("def score(p, r, answer): ...", r"it takes 'answer', but the rows have gold, reference; .*answer=None"),
+        ("def score(p): ...", r"expected function\(prompts, responses"),
+    ):
+        (tmp_path / f"{len(error)}.py").write_text(text)
+        with pytest.raises(UserError, match=error) if error else nullcontext():
+            rewards.check_rows(f"{tmp_path}/{len(error)}.py", rows)
