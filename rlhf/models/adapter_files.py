@@ -98,7 +98,7 @@ def load(model: PreTrainedModel, name: str, path: str) -> None:
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    inject(model, name, read_options(path))
+    inject(model, name, _without_prefix(read_options(path), model))
     own_prefix = f"{PREFIX}{_inner_prefix(model)}"
     state = {key: value for key, value in load_file(Path(path) / ADAPTER_WEIGHTS).items() if key != HEAD_IN_FILE}
     named = {key.removeprefix(own_prefix): value for key, value in state.items()}
@@ -169,10 +169,13 @@ def precise(weight: Tensor) -> Tensor:
 
 def options_of(model: PreTrainedModel, name: str) -> "PeftConfig":
     """A copy of the options of the adapter `name` of a model, with the names of the modules that it has."""
-    options: Any = copy.deepcopy(model.peft_config[name])
+    return _without_prefix(copy.deepcopy(model.peft_config[name]), model)
+
+
+def _without_prefix(options: Any, model: PreTrainedModel) -> "PeftConfig":
+    """The options with names of modules that match a language model and its backbone alone."""
     if isinstance(options.target_modules, set):
-        # Sorted, the file does not depend on the order of a set. Without the prefix, names match a backbone too.
-        prefix = f"{model.base_model_prefix}."
+        prefix = f"{model.base_model_prefix}."  # sorted, the file does not depend on the order of a set
         options.target_modules = sorted(module.removeprefix(prefix) for module in options.target_modules)
     own_options: PeftConfig = options
     return own_options

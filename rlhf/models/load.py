@@ -108,8 +108,11 @@ def explain_load_errors(path: str) -> Iterator[None]:
         raise UserError(
             f"model '{path}': no such directory; expected a Hugging Face model directory, a hub id or a .yaml"
         )
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(f"model '{path}': the directory has no config.json; expected a Hugging Face model directory")
+    described = Path(with_file(path, "config.json"))
+    if described.is_dir() and not (described / "config.json").is_file():
+        raise UserError(
+            f"model '{described}': the directory has no config.json; expected a Hugging Face model directory"
+        )
     refuse_model(path)
     try:
         yield

@@ -16,6 +16,7 @@ from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
+from rlhf.hub.untrusted import with_file
 from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
 from rlhf.models.quantized import BITS, quantizable
@@ -141,7 +142,7 @@ def _config_from_values(values: Tree, source: str) -> PreTrainedConfig:
 @functools.cache
 def tokenizer_size(model_path: str) -> int | None:
     """Number of ids of the model's tokenizer, to which the embeddings are extended; None without a tokenizer."""
-    path = Path(short_names.resolve(model_path))
+    path = Path(with_file(short_names.resolve(model_path), "tokenizer_config.json", "tokenizer.json"))
     described = path.is_file() and "tokenizer" in read_yaml(path)
     saved = any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
     return id_count(load_tokenizer(str(path))) if described or saved else None
