@@ -1,6 +1,7 @@
 """Options of the data, the same in all three stages. This module must not import torch."""
 
 import json
+import re
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -92,11 +93,11 @@ class DataOptions(Config):
     @field_validator("data_split", mode="before")
     @classmethod
     def _split_words(cls, shares: object) -> object:
-        """`2,4,4` and `2 4 4` of the command line."""
+        """`2,4,4` and `2 4 4` of the command line, and `2:4:4`."""
         words = [shares] if isinstance(shares, str) else shares
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             return shares
-        numbers = tuple(float(word) for word in ",".join(words).split(",") if word)
+        numbers = tuple(float(word) for word in re.split("[,:]", ",".join(words)) if word)
         if len(numbers) != 3:
             raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
         return numbers

@@ -1,6 +1,7 @@
 """`rlhf VERB ...`: one command for every program of the project. A program is imported when it is called."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from rlhf.config import suggest
 from rlhf.errors import UserError, run_program
 from rlhf.shipped import PACKAGES, ROOT
 
+DISTRIBUTION = "rlhf-pipeline"
+"""the name of the package for pip"""
 VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("rlhf.chain.command", (), "the three stages, one after the other"),
     "plan": ("rlhf.chain.command", ("--plan",), "the memory, time and disk that `train` with these options takes"),
@@ -59,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = console.words(argv)
     if not words or words[0] in ("--help", "-h"):
         print(usage())
+        return 0
+    if words == ["--version"]:
+        print(f"rlhf {importlib.metadata.version(DISTRIBUTION)}")
         return 0
     verb = words[0]
     if verb not in VERBS:

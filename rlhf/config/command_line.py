@@ -7,6 +7,7 @@ from typing import get_args, get_origin
 from rlhf.config import foreign_options
 from rlhf.config.mistakes import suggest_options
 from rlhf.config.record import Config, choices, option_names, options
+from rlhf.config.yaml_files import EXPONENT
 from rlhf.errors import UserError
 
 NO_VALUE = ("None", "none", "null")
@@ -89,4 +90,6 @@ def _plain(word: str, kind: object) -> object:
     for choice in allowed:
         if str(choice) == word:
             return choice
+    if int in (kind, *get_args(kind)) and EXPONENT.fullmatch(word) and float(word).is_integer():
+        return int(float(word))  # 1e4
     return None if word in NO_VALUE and NoneType in get_args(kind) else word

@@ -112,6 +112,8 @@ def _mistake(cls: type[Config], error: Any, cure: Cure) -> Mistake:
             return Mistake((), f"no section '{path[0]}'{suggest(path[0], sections)}{have}; {whole}")
         return Mistake((), f"no option '{'.'.join(path)}'{cure(cls, path)}")
     text = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "tuple_type" and error["input"] is None:
+        text = "expected one or more values, or [] for none"
     if error["type"] != "value_error" or not isinstance(error["input"], dict | Config):  # an error of several options
         text += f", got {_short(error['input'])}"
     if error["type"] == "literal_error":

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from pathlib import Path
 
 import yaml
@@ -10,9 +11,27 @@ from rlhf.config.record import Tree
 from rlhf.errors import UserError
 from rlhf.shipped import config_file
 
+BASE_60, EXPONENT = re.compile(r"[-+]?\d+(:\d+)+(\.\d*)?"), re.compile(r"[-+]?(\d+|\d*\.\d+)[eE][-+]?\d+")
+"""YAML 1.1 reads 2:4:4 as 7444 and 1e4 as text; YAML 1.2 reads text and 10000"""
+
 
 class _Loader(yaml.SafeLoader):
     """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+        tag = str(super().resolve(kind, value, implicit))
+        if kind is yaml.ScalarNode and value and tag.endswith((":int", ":float")) and BASE_60.fullmatch(value):
+            return "tag:yaml.org,2002:str"
+        plain = kind is yaml.ScalarNode and implicit == (True, False)
+        return "tag:yaml.org,2002:float" if plain and value and EXPONENT.fullmatch(value) else tag
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        value = super().construct_scalar(node)
+        if value.startswith(("${", "$HOME")):
+            problem = f"got '{value}', whose variable is not read in a file; expected the value, or the option on the "
+            problem += "command line, where the shell reads it"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return str(value)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         names: set[str] = set()

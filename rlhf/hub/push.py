@@ -15,6 +15,7 @@ from rlhf.errors import UserError
 
 FOLDERS = ("actor", "model")
 """folders of a stage, of which the first that there is is uploaded"""
+LATER = "the model stays where it is; upload it with `rlhf push DIR OWNER/NAME` once the hub answers"
 LOGIN = "set HF_TOKEN to a token with write access, or log in with `hf auth login`"
 
 
@@ -50,8 +51,8 @@ def require_push(repository: str, private: bool) -> None:
         reason = unreachable()
         if reason:
             raise UserError(
-                f"push to {repository}: the hub at {constants.ENDPOINT} does not answer ({reason}); train without "
-                "--push-to-hub, and upload the model later with `rlhf push DIR OWNER/NAME`"
+                f"push to {repository}: the hub at {constants.ENDPOINT} does not answer ({reason}); {LATER}; a "
+                "run trains without --push-to-hub"
             )
         hub = HfApi()
         hub.whoami()
@@ -104,13 +105,11 @@ def _plain_errors(repository: str) -> Iterator[None]:
         raise UserError(f"push to {repository}: no token; {LOGIN}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        cure = LOGIN if status in (401, 403) else "try again later with `rlhf push DIR OWNER/NAME`"
+        cure = LOGIN if status in (401, 403) else LATER
         detail = error.server_message or error.response.reason_phrase
         raise UserError(f"push to {repository}: the hub answers {status} ({detail}); {cure}") from None
     except HTTPError as error:
-        raise UserError(
-            f"push to {repository}: {type(error).__name__}: {error}; try again later with `rlhf push DIR OWNER/NAME`"
-        ) from None
+        raise UserError(f"push to {repository}: {type(error).__name__}: {error}; {LATER}") from None
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf push") -> int:

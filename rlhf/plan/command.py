@@ -133,7 +133,8 @@ def report(plan: Forecast) -> str:
         f"  most on a {'process' if on_cpu else 'device'}: {peak}",
         "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
         if on_cpu
-        else f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device",
+        else f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
+        + (" (assumed; --host-memory says it)" if machine.assumed_host else ""),
         "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}",
         _time(plan),
         f"  disk: {gigabytes(plan.disk)} GB for {workload.keep} checkpoints, one being written, and the models",

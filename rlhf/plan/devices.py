@@ -80,7 +80,7 @@ def device_of_kind(kind: str) -> Device:
     matching = exact or similar
     if len(matching) != 1:
         available = [*(device.kind for device in DEVICES), "cpu"]
-        raise UserError(f"--device {kind}: expected one of {', '.join(available)}{suggest(kind, available)}")
+        raise UserError(f"--device {kind}: expected one of {', '.join(available)}{suggest(name, available)}")
     return matching[0]
 
 
@@ -107,7 +107,8 @@ class PlanOptions(Config):
     device_memory: ByteSize | None = None
     """--plan: memory of a device, such as 80GB"""
     host_memory: ByteSize | None = None
-    """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices"""
+    """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices; for
+    GPUs that are not here twice theirs"""
     device_tflops: float | None = Field(None, gt=0)
     """--plan: peak speed of a device in the compute dtype, 10^12 operations per second; training reaches 0.4 of it"""
 

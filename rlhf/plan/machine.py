@@ -13,6 +13,9 @@ USABLE = 0.9
 """share of a GPU's memory to plan with; its context, communication buffers and fragmentation take the remainder"""
 PROGRAM = 0.65e9
 """bytes of Python and the libraries in one process (torch 2.13 for CPUs: 0.48e9 at the start, 0.62e9 after a step)"""
+HOST_SHARE = 2.0
+"""CPU memory of a machine that is not this one, over that of its GPUs: the least that clouds and makers put beside them
+(8 x H100 or A100 80 GB: 1 to 2 TB; 24 GB cards: 48 to 64 GB)"""
 NODE = 8
 """devices in a node"""
 UTILISATION = 0.4
@@ -32,6 +35,8 @@ class Machine:
     """usable bytes of one device"""
     host: float
     """bytes of CPU memory for each device"""
+    assumed_host: bool = False
+    """whether nobody has said so: it is the memory of another machine"""
 
     @property
     def on_cpu(self) -> bool:
@@ -55,8 +60,10 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
         device = replace(device, memory=float(options.device_memory))
     if options.device_tflops is not None:
         device = replace(device, flops=options.device_tflops * 1e12, flops_fp32=options.device_tflops * 1e12)
-    host = float(options.host_memory or _free_memory() / min(count, NODE))
-    return Machine(device, count, device.memory if device.kind == CORE.kind else USABLE * device.memory, host)
+    elsewhere = device.kind != CORE.kind and not torch.cuda.is_available() and options.host_memory is None
+    host = HOST_SHARE * device.memory if elsewhere else float(options.host_memory or _free_memory() / min(count, NODE))
+    usable = device.memory if device.kind == CORE.kind else USABLE * device.memory
+    return Machine(device, count, usable, host, elsewhere)
 
 
 def _device(options: PlanOptions, sharing: int) -> Device:

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
     code, out, err = rlhf(*words)
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(cli.VERBS)
+
+
+def test_the_version_is_that_of_the_package(rlhf: Run) -> None:
+    project = tomllib.loads((cli.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert rlhf("--version") == (0, f"rlhf {project['version']}\n", "")
+    assert project["name"] == cli.DISTRIBUTION
 
 
 def test_an_unknown_verb_is_refused(rlhf: Run) -> None:

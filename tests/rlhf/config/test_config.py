@@ -100,6 +100,8 @@ def test_hyphen_and_underscore_are_one(tmp_path: Path) -> None:
         (["--shuffle", "False", "--no-shuffle", "--shuffle", "true"], Root(shuffle=True)),
         (["--shuffle", "False"], Root(shuffle=False)),
         (["--inner.kl-coef", "1e-3"], Root(inner=Inner(kl_coef=0.001))),
+        (["--every", "1e4", "--sizes", "2"], Root(every=10_000, sizes=(2,))),
+        (["--inner.adapter", "1e4"], Root(inner=Inner(adapter="1e4"))),
         (["--inner.adapter", "lora,r=8"], Root(inner=Inner(adapter="lora,r=8"))),
     ],
 )
@@ -108,7 +110,10 @@ def test_values_of_the_command_line(argv: list[str], expected: Root) -> None:
 
 
 def test_yaml_numbers_without_a_point_are_numbers(tmp_path: Path) -> None:
-    assert parse("--config", write(tmp_path / "a.yaml", "inner: {kl_coef: 1e-3}")).inner.kl_coef == 0.001
+    """And 2:4:4 is none: YAML 1.1 has it as 7444, of base 60."""
+    read = parse("--config", write(tmp_path / "a.yaml", "inner: {kl_coef: 1e-3, adapter: 2:4:4}\nevery: 1e4"))
+    assert (read.inner.kl_coef, read.inner.adapter, read.every) == (0.001, "2:4:4", 10_000)
+    assert parse("--config", write(tmp_path / "a.yaml", "inner: {adapter: '1e4'}")).inner.adapter == "1e4"
 
 
 def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
@@ -142,6 +147,9 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
         ("inner: {steps: 11}", ["inner: steps is 11, expected 10 or fewer"]),
         ("inner: 3", ["inner", "got 3"]),
         ("name: grpo", ["name", "'ppo' or 'rloo'", "got 'grpo'"]),
+        ("sizes:", ["sizes: expected one or more values, or [] for none"]),
+        ("every: 1.5e0", ["every", "integer", "got 1.5"]),
+        ("inner:\n  adapter: ${HOME}/lora", [":2:", "got '${HOME}/lora', whose variable is not read in a file"]),
         ("- a\n- b", ["got a list, expected a mapping"]),
         ("inner: {}\ninner: {}", [":2:", "key 'inner' comes twice"]),
         ("inner:\n  kl-coef: 1\n  kl_coef: 2", [":3:", "key 'kl_coef' comes twice"]),
@@ -217,6 +225,7 @@ def test_a_word_that_is_no_utf8_is_refused() -> None:
         (["--every", "9", "--no-shuffle"], ["every is 9, but nothing is shuffled"]),
         (["--name", "grpo"], ["'grpo'", "--name", "ppo", "rloo"]),
         (["--inner.kl-coef", "x", "--inner.gamma", "x"], ["--inner.kl-coef: Input", "; --inner.gamma: Input"]),
+        (["--every", "15e-1"], ["--every: ", "integer", "got 15e-1"]),
         (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got 4; see --help"]),
         (["--steps"], ["--steps: Tuple should have at least 1 item"]),
         (["stray"], ["got 'stray', expected an option such as --name before each value"]),

@@ -107,8 +107,9 @@ def test_a_device_is_named_in_full_or_by_the_part_that_only_it_has() -> None:
     for unknown in ("H10", "RTX", "4"):
         with pytest.raises(UserError, match=f"--device {unknown}: expected one of B200, .*, cpu"):
             device_of_kind(unknown)
-    with pytest.raises(UserError, match="did you mean 'H100'"):
-        describe_machine(PlanOptions(device="H10"), 1)
+    for typo in ("H10", "h1000"):
+        with pytest.raises(UserError, match="did you mean 'H100'"):
+            describe_machine(PlanOptions(device=typo), 1)
     assert len({device.kind for device in DEVICES}) == len(DEVICES) and {"V100", "V100-16GB", "T4"} == SLOW_BF16
     for device in DEVICES:  # units: GB, TFLOP/s
         assert 16e9 <= device.memory <= 256e9 and 60e12 < device.flops < 2500e12 and device.flops_fp32 < device.flops
@@ -129,6 +130,18 @@ def test_processes_on_cpus_share_the_machine(
     assert target.count == (devices or processes) and target.memory == 8e9 / sharing
     assert target.device.flops == machine.CORE.flops * 8 / sharing
     assert target.device.flops_fp32 == machine.CORE.flops_fp32 * 8 / sharing
+
+
+@pytest.mark.parametrize(("named", "host", "assumed"), [
+    ({"device": "H100", "devices": 8}, 160e9, True), ({"device_memory": "24GB"}, 48e9, True),
+    ({"device": "H100", "host_memory": "9GB"}, 9e9, False), ({"device": "cpu", "devices": 2}, 4e9, False),
+])  # fmt: skip
+def test_a_laptop_has_not_the_memory_of_the_machine_that_is_planned(
+    named: dict[str, object], host: float, assumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_free_memory", lambda: 8e9)
+    target = describe_machine(PlanOptions.model_validate(named), 1)
+    assert (target.host, target.assumed_host) == (host, assumed)
 
 
 # --- the choice
