@@ -4,6 +4,7 @@ The functions are in the order of that table. Each raises UserError for a malfor
 cannot be trained on.
 """
 
+import html
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,19 @@ from rlhf.text.messages import require_text
 from rlhf.types import Message, Row
 
 CITATION = re.compile(r"[ \t]*\[\d+(?:[,\s]+\d+)*\]")
+HTML = tuple(
+    (re.compile(pattern, re.IGNORECASE), written)
+    for pattern, written in (
+        (r"<pre[^>]*>\s*<code[^>]*>|</code>\s*</pre>", "\n```\n"),
+        (r"</?code>", "`"),
+        (r"<li[^>]*>(?:\s*<p>)?", "- "),
+        (r"</(?:p|h\d|ul|ol|blockquote)>\s*|<br\s*/?>\s*", "\n\n"),
+        (r"</?[a-z][^<>]*>|<!--.*?-->", ""),
+        (r"\n{3,}", "\n\n"),
+    )
+)
+"""(pattern, replacement) of tags, in order"""
+MAX_ANSWERS = 10
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 SAFETY = ("is_response_0_safe", "is_response_1_safe", "better_response_id", "safer_response_id")
 WINNERS = ("model_a", "model_b", "tie", "tie (bothbad)")
@@ -272,6 +286,27 @@ def shp(record: Record, location: str, min_score_ratio: float) -> Row:
         raise Unusable(f"score ratio below {min_score_ratio:g}")
     columns = select_columns(record, "post_id", "domain", "score_ratio")
     return Row(user_prompt(prompt), chosen, rejected, prompt, columns)
+
+
+def stack_exchange(record: Record, location: str) -> Ranked:
+    """Questions and answers of Stack Exchange in HTML; pm_score is log2 of the votes, one more for the accepted one
+    (arXiv 2112.00861). Of more than ten answers ten are used, evenly spaced in rank: they are 45 pairs."""
+    prompt = _plain(read_text(record, "question", location))
+    answers = [
+        (_plain(read_text(answer, "text", at)), read_number(answer, "pm_score", at))
+        for at, answer in read_structs(record, "answers", location)
+    ]
+    ranking = sorted(answers, key=lambda answer: -answer[1])
+    count = min(len(ranking), MAX_ANSWERS)
+    spread = tuple(ranking[round(i * (len(ranking) - 1) / max(count - 1, 1))] for i in range(count))
+    return Ranked(user_prompt(prompt), spread, prompt, select_columns(record, "qid"))
+
+
+def _plain(source: str) -> str:
+    """HTML as text: its paragraphs, list items, and code between backticks."""
+    for pattern, written in HTML:
+        source = pattern.sub(written, source)
+    return html.unescape(source).strip()
 
 
 def ultrafeedback(record: Record, location: str) -> Ranked:

@@ -110,6 +110,7 @@ DATASETS = (
     Dataset("safe_rlhf", ("PKU-Alignment/PKU-SafeRLHF",), parsers.safe_rlhf, SafeRlhf),
     Dataset("sharegpt_vicuna", ("pvduy/sharegpt_alpaca_oa_vicuna_format",), parsers.sharegpt_vicuna),
     Dataset("shp", ("stanfordnlp/SHP",), parsers.shp, Shp),
+    Dataset("stack_exchange", ("HuggingFaceH4/stack-exchange-preferences",), parsers.stack_exchange),
     Dataset(
         "stack_exchange_paired", ("lvwerra/stack-exchange-paired",),
         Texts("question", "response_j", "response_k", columns=("qid",)),

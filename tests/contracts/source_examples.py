@@ -4,6 +4,7 @@
 prompt, `good` the demonstration and the chosen side, `bad` the rejected one.
 """
 
+import html
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -73,6 +74,30 @@ def webgpt(question: str, good: str, bad: str) -> list[Record]:
     quotes = {"title": ["A page"], "extract": ["Its words."]}
     one = {"quotes_0": quotes, "answer_0": f"{bad} [1]", "score_0": -0.5}
     return [{"question": prompt, **one, "quotes_1": quotes, "answer_1": f"{good} [2, 3]", "score_1": 0.5}]
+
+
+def stack_exchange(question: str, good: str, bad: str) -> list[Record]:
+    answers = [
+        {
+            "answer_id": i,
+            "author": "a",
+            "author_id": i,
+            "author_profile": "p",
+            "pm_score": i,
+            "selected": bool(i),
+            "text": t,
+        }
+        for i, t in enumerate((f"<p>{html.escape(bad)}</p>", f"<p>{html.escape(good)}</p>"))
+    ]
+    return [
+        {
+            "qid": 1,
+            "question": f"<p>{html.escape(question)}</p>",
+            "answers": answers,
+            "date": "2012/05/01",
+            "metadata": ["m"],
+        }
+    ]
 
 
 def helpsteer(question: str, good: str, bad: str) -> list[Record]:
@@ -220,6 +245,10 @@ EXAMPLES = {
     "stack_exchange_paired": Example(plain_pair("question", "response_j", "response_k")),
     "synthetic_instruct": Example(plain_pair("prompt", "chosen", "rejected")),
     "ultrafeedback": Example(ultrafeedback, free=("prompt", "prompt_id", "messages")),
+    "stack_exchange": Example(
+        stack_exchange,
+        free=("qid", "answer_id", "author", "author_id", "author_profile", "selected", "date", "metadata"),
+    ),
     "webgpt": Example(webgpt, free=("dataset", "id", "quotes_0", "quotes_1")),
     "zhihu_kol": Example(zhihu_kol, phases=NO_PAIRS, free=("SOURCE", "METADATA")),
 }
@@ -232,6 +261,7 @@ FIXTURES: dict[str, tuple[str, tuple[Phase, ...]]] = {
     "Dahoas__rm-static": ("rm_static", PHASES),
     "Dahoas__synthetic-instruct-gptj-pairwise": ("synthetic_instruct", PHASES),
     "Hello-SimpleAI__HC3-Chinese": ("hc3_chinese", NO_PAIRS),
+    "HuggingFaceH4__stack-exchange-preferences": ("stack_exchange", PHASES),
     "HuggingFaceH4__ultrafeedback_binarized": ("ultrafeedback", PHASES),
     "OpenAssistant__oasst1": ("oasst1", PHASES),
     "PKU-Alignment__PKU-SafeRLHF": ("safe_rlhf", PHASES),
