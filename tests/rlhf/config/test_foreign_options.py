@@ -6,16 +6,22 @@ from pathlib import Path
 import pytest
 
 from rlhf.chain.options import chain_config
+from rlhf.chain.verify import VerifyConfig
+from rlhf.chat.options import ChatOptions
 from rlhf.config import Config, option_names, parser
 from rlhf.config.foreign_options import answer, foreign
 from rlhf.errors import UserError
+from rlhf.evaluation.options import EvaluateConfig
+from rlhf.evaluation.pairs import PairsConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step2_reward.evaluation_options import EvaluateRewardConfig
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 
 CHAIN = chain_config([])
 KNOWN = [*option_names(CHAIN)]
-NAMES = {name for config in (CHAIN, SFTConfig, RewardConfig, PPOConfig) for name in option_names(config)}
+PROGRAMS = (CHAIN, SFTConfig, RewardConfig, PPOConfig, EvaluateRewardConfig, EvaluateConfig, ChatOptions)
+NAMES = {name for config in PROGRAMS for name in option_names(config)}
 
 
 def refusal(config: type[Config], option: str) -> str:
@@ -54,6 +60,12 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
         (RewardConfig, "--centering", "here --objective; for example pairwise,centering=0.01"),
         (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
         (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-target makes it adaptive"),
+        (CHAIN, "--model", "here --actor-model"),
+        (EvaluateRewardConfig, "--model", "here --models"),
+        (EvaluateConfig, "--model", "here --policies"),
+        (PairsConfig, "--model", "here --policies"),
+        (ChatOptions, "--model", "here --run"),
+        (VerifyConfig, "--model", "here --run"),
     ],
 )
 def test_the_answer_fits_the_program(config: type[Config], option: str, line: str) -> None:
