@@ -38,6 +38,13 @@ HEADS = re.compile(r"(lm_head|embed_out|score)\.")
 """Weights that a model without a head does not have."""
 MOST_NEW = 0.1
 """new rows, as a share of the embedding's rows, above which the tokenizer is another model's"""
+REQUESTS = {
+    "output_router_logits": False,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+"""entries of a config that change what a pass returns, as every pass here needs them"""
 SHOWN = "ids_with_probability"
 """the attribute of a model with the number of ids that have one, set where it is not the size of the vocabulary"""
 
@@ -72,6 +79,24 @@ def remove_randomness(config: PreTrainedConfig) -> None:
             remove_randomness(value)
         elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
+
+
+def leave_out_requests(config: PreTrainedConfig, path: str) -> None:
+    """Turn off what a config asks every pass to return, beside the logits, and say where a loss goes with it.
+
+    transformers cannot sample with router logits, and a pass that returns a tuple has no `logits`.
+    """
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        weight = getattr(text, "router_aux_loss_coef", 0)
+        console.say(
+            f"note: model '{path}': its config asks for the balance loss of a mixture of experts (output_router_logits, "
+            f"weight {weight:g}); no stage trains on it, and it is left out"
+        )
+    for part in (config, text):
+        for name, value in REQUESTS.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
 
 
 def set_dropout(model: nn.Module, share: float, path: str) -> None:
@@ -254,6 +279,7 @@ def load_backbone(path: str, dtype: torch.dtype, tokenizer_size: int, loading: L
 def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading) -> PreTrainedModel:
     config, source = load_config(path), resolve(path)
     _refuse_architecture(config, path)
+    leave_out_requests(config, path)
     shards, quantize, new_tokens = loading.shards, loading.quantize, loading.new_tokens
     if is_adapter(Path(source)):
         if shards is not None or quantize != "none":

@@ -351,3 +351,32 @@ def test_an_adapter_that_has_no_merged_form_is_refused(model_path: Path, tmp_pat
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model_path), options).save_pretrained(tmp_path / "tokens")
     with pytest.raises(UserError, match="tokens': an adapter of virtual tokens, which cannot be merged; expected"):
         load_causal_lm(str(tmp_path / "tokens"), torch.float32, tiny.VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked"),
+    [
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.05}),
+        ("llama", {"return_dict": False}),
+        ("llama", {"output_hidden_states": True, "output_attentions": True}),
+    ],
+    ids=["balance loss", "tuples", "states"],
+)
+def test_what_a_config_asks_passes_to_return_changes_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, asked: dict[str, Any]
+) -> None:
+    """The same log-probs and samples, to the bit, as of the same weights whose config asks for nothing."""
+    tiny.causal_lm(family).save_pretrained(tmp_path)
+    results = []
+    for entries in ({}, asked):
+        config = json.loads((tmp_path / "config.json").read_text()) | entries
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        policy = Policy(load_causal_lm(str(tmp_path), torch.float32, tiny.VOCAB))
+        loop = plugins.build("rlhf.generation", {"name": "loop", "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD})
+        draws = uniforms([(0, i) for i in range(2)], 12)
+        sampled = loop(policy.lm, tiny.prompts([3, 9]), SamplingOptions(response_length=12), draws).response_ids
+        results.append((policy(ROWS).logprobs, sampled))
+        said = "balance loss of a mixture of experts (output_router_logits, weight 0.05)" in capsys.readouterr().out
+        assert said == ("output_router_logits" in entries)
+    (logprobs, sampled), (same_logprobs, same_sampled) = results
+    assert torch.equal(logprobs, same_logprobs) and torch.equal(sampled, same_sampled)
