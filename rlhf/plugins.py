@@ -24,6 +24,7 @@ import yaml
 from rlhf import errors
 from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
+from rlhf.config.plain_values import from_yaml
 from rlhf.errors import UserError
 from rlhf.shipped import PACKAGES
 
@@ -190,10 +191,10 @@ def _split(spec: str) -> list[str]:
 
 def _value(spec: str, text: str) -> object:
     try:
-        value = yaml.safe_load(text)
+        value = from_yaml(text)
         # as it is written where that differs: 0625 and 1.10 may be names, and are numbers to pydantic too
         return text.strip() if type(value) in (int, float) and str(value) != text.strip() else value
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"'{spec}': got '{text}', expected a value such as 8, 0.5, true, text or [a, b]") from None
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rlhf.config.plain_values import from_json
 from rlhf.config.record import Tree
 from rlhf.errors import UserError
 
@@ -107,10 +108,10 @@ CURES = {
 def read(path: str | Path) -> Tree:
     """The values of a DeepSpeed JSON by dotted key, without "auto" and sections that are off. Raises: UserError."""
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        tree = from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--deepspeed-config {path}: cannot be read ({error.strerror}); expected a JSON file") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"--deepspeed-config {path}: not valid JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"--deepspeed-config {path}: got a {type(tree).__name__}, expected a JSON object")

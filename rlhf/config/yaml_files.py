@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from rlhf.config import plain_values
 from rlhf.config.record import Tree
 from rlhf.errors import UserError
 from rlhf.shipped import config_file
@@ -15,8 +16,8 @@ BASE_60, EXPONENT = re.compile(r"[-+]?\d+(:\d+)+(\.\d*)?"), re.compile(r"[-+]?(\
 """YAML 1.1 reads 2:4:4 as 7444 and 1e4 as text; YAML 1.2 reads text and 10000"""
 
 
-class _Loader(yaml.SafeLoader):
-    """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
+class _Loader(plain_values.PlainLoader):
+    """Reads numbers as people and YAML 1.2 mean them."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
         tag = str(super().resolve(kind, value, implicit))
@@ -33,20 +34,13 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return str(value)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        names: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value).replace("-", "_")
-            if name in names:
-                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' comes twice", problem_mark=key.start_mark)
-            names.add(name)
-        return super().construct_mapping(node, deep)
-
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> object:
     """A chain reads each of its files several times, and PyYAML's parser is in Python."""
-    return yaml.load(text, _Loader) or {}
+    value = yaml.load(text, _Loader)
+    plain_values.require_small(value)
+    return value or {}
 
 
 def read_yaml(path: str | Path) -> Tree:

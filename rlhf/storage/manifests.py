@@ -36,6 +36,11 @@ CARD = ("README.md", "training.svg")
 CURE = "restore the file, rerun that stage with --overwrite, or name another directory"
 PROGRAM = "rlhf-pipeline"
 """The name of this program among the versions; its version is a digest of its code."""
+KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("inputs", "config", "files", "data", "user_files", "versions", "hardware", "metrics"), dict),
+    **{"stage": str, "models": list, "step": int, "world_size": int},
+}
+"""types of a manifest's entries; of a checkpoint, `logs` is an object too"""
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 MOST_MODELS = 8
 """models that an error lists"""
@@ -228,11 +233,14 @@ def parse(path: Path) -> tuple[Tree, str]:
         manifest = disk.read_json(path)
     except OSError as error:
         return {}, f"it cannot be read ({error.strerror})"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return {}, f"it is not a manifest ({' '.join(str(error).split())[:100]})"
     digests = [content_digest, _digest_as_written]  # the second: of before 2026-11-26
     if not isinstance(manifest, dict) or manifest.get("sha256") not in [digest(manifest) for digest in digests]:
         return {}, "its content differs from its own sha256"
+    wrong = [name for name, kind in KINDS.items() if not isinstance(manifest.get(name, kind()), kind)]
+    if wrong:
+        return {}, f"it has no valid {', '.join(wrong)}"
     if manifest.get("format", FORMAT) != FORMAT:
         got = f"format {manifest['format']}, expected {FORMAT}"
         raise UserError(f"{path}: {got}: another version of {PROGRAM} wrote it; go on with that one")

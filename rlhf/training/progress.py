@@ -21,6 +21,8 @@ from rlhf.hub import short_names
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
 
+SAVED = (".safetensors", ".bin", ".json")
+"""suffixes of a model's files"""
 CURE = "choose another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do if the stage cannot resume"""
 CHANGE = f"{CURE}, or --allow-config-change to resume from it nevertheless"
@@ -153,7 +155,7 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
 
 
 def _digest_of_model(path: Path) -> str:
-    files = [file for file in sorted(path.iterdir()) if file.suffix in (".safetensors", ".bin", ".json")]
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in SAVED]
     return hashlib.sha256(json.dumps([(f.name, manifests.digest(f)["sha256"]) for f in files]).encode()).hexdigest()
 
 

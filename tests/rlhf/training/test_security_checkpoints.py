@@ -112,3 +112,18 @@ def test_a_manifest_names_files_of_its_stage_only(
     with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert f"names the file {name!r}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "entry", [{"step": "x"}, {"versions": "x"}, {"world_size": []}, {"logs": 1}, {"files": "x"}, {"inputs": "x"}]
+)
+def test_a_signed_manifest_with_entries_of_other_types_is_skipped(
+    entry: dict[str, Any], stage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who can write the file can write its sha256 too."""
+    path = folder_of(stage) / "manifest.json"
+    manifest = json.loads(path.read_text()) | entry
+    path.write_text(json.dumps(manifest | {"sha256": manifests.content_digest(manifest)}))
+    with pytest.raises(UserError, match="all checkpoints there are damaged"):
+        checkpoints.newest(stage)
+    assert f"it has no valid {next(iter(entry))}" in capsys.readouterr().out
