@@ -237,8 +237,10 @@ def conforming(plugin: Plugin, contract: type, source: str) -> Plugin:
         if not hasattr(plugin, name):
             try:
                 setattr(plugin, name, vars(contract)[name])
-            except (AttributeError, TypeError):  # a frozen dataclass, or one with slots
-                setattr(type(plugin), name, vars(contract)[name])
+            except (AttributeError, TypeError):  # a frozen dataclass, or one with slots: a class of this one object
+                kind = type(plugin)
+                members = {"__slots__": (), "__module__": kind.__module__, name: vars(contract)[name]}
+                object.__setattr__(plugin, "__class__", type(kind)(kind.__name__, (kind,), members))
         elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
             _require_callable(plugin, name, arguments, source)
     return plugin

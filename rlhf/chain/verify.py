@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf verif
                 claims.append((stage.directory.name, claim))
         except report.FAILURES as error:
             other = manifests.other_writer(stage.manifest or {})
-            if not other:
-                raise
-            raise UserError(f"{stage.directory}: cannot be verified ({error!r}){other}") from error
+            reason = f"of files of a run, unchanged, expected other content ({error!r}){other}"
+            raise UserError(f"{stage.directory}: cannot be verified: {reason}") from error
     wrong = [f"{name}: {claim.name}" for name, claim in claims if not claim.holds]
     counted = sum(claim.recount is not None for _, claim in claims)
     left = len(claims) - counted

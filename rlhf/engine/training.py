@@ -168,7 +168,8 @@ class Engine(Generic[M]):
                 self.tolerance.reset()
                 self._refine_heads()
             return {**summed, **rates, "grad_norm": norm, "skipped": float(not applied)}
-        assert not applied, f"step {self._steps}: DeepSpeed changed the weights by {nonfinite}"
+        if applied:  # not by `assert`: it guards the weights under python -O too
+            raise RuntimeError(f"step {self._steps}: DeepSpeed changed the weights by {nonfinite}")
         finite_micros = torch.stack(finite).tolist()
         suspects = [
             micro_rows

@@ -37,9 +37,9 @@ CURE = "restore the file, rerun that stage with --overwrite, or name another dir
 PROGRAM = "rlhf-pipeline"
 """The name of this program among the versions; its version is a digest of its code."""
 KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("inputs", "config", "files", "data", "user_files", "versions", "hardware", "metrics"), dict),
-    **{"stage": str, "models": list, "step": int, "world_size": int},
-}
+    "stage": str, "models": list, "step": int, "world_size": int, "inputs": dict, "config": dict, "files": dict,
+    "data": dict, "user_files": dict, "versions": dict, "hardware": dict, "metrics": dict,
+}  # fmt: skip
 """types of a manifest's entries; of a checkpoint, `logs` is an object too"""
 LIBRARIES = ("torch", "transformers", "deepspeed", "peft", "datasets", "accelerate")
 MOST_MODELS = 8

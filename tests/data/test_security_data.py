@@ -1,6 +1,7 @@
 """Data of strangers: saved data sets and the cache of tokenised rows run nothing and stay where they are."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from data.config import DataOptions
 from data.dataset import Recipe, open_datasets
 from data.read.paths import TableConfig, is_hub_id, open_path
 from rlhf.errors import UserError
+from rlhf.storage import manifests
 from rlhf.text.tokenizer import prepare_tokenizer
 from tests.support import payloads, tiny
 
@@ -65,6 +67,21 @@ def test_no_payload_in_the_cache_runs(name: str, kind: str, ran: Path) -> None:
     assert not ran.exists()
     shutil.rmtree(folder)
     assert opened() == before
+
+
+def test_only_files_of_the_cache_that_were_written_since_are_hashed(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process opens it, and hashing 50 GB takes a minute."""
+    Path("x.jsonl").write_text("".join(f'{{"prompt": "w{i}", "response": "w{i} w5"}}\n' for i in range(4, 60)))
+    before, hashed, digest = opened(), list[str](), manifests.digest
+    monkeypatch.setattr(manifests, "digest", lambda path: hashed.append(path.name) or digest(path))
+    assert opened() == before and hashed == []
+    [file] = Path("cache").glob("*/train.npy")
+    os.utime(file, (1.0, 1.0))  # as a copy
+    assert opened() == before and hashed == ["train.npy"]
+    numbers = np.load(file)
+    np.save(file, numbers[::-1])  # of the same size
+    with pytest.raises(UserError, match=r"train\.npy: damaged"):
+        opened()
 
 
 # --- data sets as `datasets` saves them

@@ -1,8 +1,9 @@
 """Plug-ins: a folder is the registry, only what is named is imported, and mistakes say what there is."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -176,6 +177,35 @@ def test_a_users_file_may_use_late_annotations_and_any_name(folder: str, tmp_pat
     json_before = sys.modules["json"]
     plugins.build(folder, user_file(tmp_path, text, "json.py"))
     assert sys.modules["json"] is json_before
+
+
+class Contract(Protocol):
+    rewinds: bool = False
+
+    def score(self, x: int) -> int: ...
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def score(self, x: int) -> int:
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: int = 3
+
+    def score(self, x: int) -> int:
+        return x
+
+
+@pytest.mark.parametrize("kind", [Slotted, Frozen])
+def test_a_default_of_the_contract_is_set_on_the_object_alone(kind: type) -> None:
+    """Not on the user's class, whose other objects may be of another run."""
+    plugin = plugins.conforming(kind(), Contract, "mine.py")
+    assert plugin.rewinds is False and plugin.score(2) == 2 and isinstance(plugin, kind)
+    assert not hasattr(kind, "rewinds") and not hasattr(kind(), "rewinds")
 
 
 def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
