@@ -133,7 +133,7 @@ def require_devices(option: str, wanted: int) -> int:
     most = gpus or max(2, cores())
     if wanted > most:
         there = f"{gpus} GPUs are visible" if gpus else f"this machine has no GPU and {cores()} cores"
-        raise UserError(f"{option} {wanted}: {there}, expected at most {most}")
+        raise UserError(f"{option} {wanted}: {there}, expected at most {most}; --plan takes --devices")
     return most
 
 
