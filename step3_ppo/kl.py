@@ -69,12 +69,13 @@ class KLController:
     near it, and the policy would run past it. The wanted KL rises as that of a policy that moves evenly, whose KL grows
     with the square of the distance: a coefficient that is too low shows while the policy is still near.
 
-    With a budget, every KL from 1 - (1 - t)^2 to 1 - (1 - t)^4 is wanted: e is 0 there, and counts from the
+    With a budget, every KL from (1 - (1 - t)^2)^2 to 1 - (1 - t)^4 is wanted: e is 0 there, and counts from the
     nearer end elsewhere; (p, i) = BUDGET. Between these curves runs with a constant coefficient come to their last KL:
-    those that a small learning rate holds back near the lower one, the travel at a rate that falls linearly.
-    So a coefficient that is right is left alone until the end, where the curves meet. The best policy is proportional
-    to pi_ref * exp(score / kl_coef); for normal scores of deviation s its KL is s^2 / (2 kl_coef^2). base starts at
-    START times the coefficient that makes this the budget. Until scores differ it is 0.
+    those that a small learning rate holds back near the lower one, the square of the travel at a rate that falls
+    linearly, as the KL is near the reference. So a coefficient that is right is left alone until the end, where the
+    curves meet. The best policy is proportional to pi_ref * exp(score / kl_coef); for normal scores of deviation s its
+    KL is s^2 / (2 kl_coef^2). base starts at START times the coefficient that makes this the budget. Until scores
+    differ it is 0.
 
     Above the wanted KL and below the target `base` stays: it would grow until the penalty drowns the score. The
     coefficient is 0 and stays 0 without options: the algorithm's Config is not a `KLOptions`.
@@ -153,4 +154,5 @@ def _rising(past: float) -> tuple[float, float]:
 
 def _between(past: float) -> tuple[float, float]:
     """The same over the budget."""
-    return 1 - (1 - past) ** 2, 1 - (1 - past) ** 4
+    travel = 1 - (1 - past) ** 2
+    return travel**2, 1 - (1 - past) ** 4

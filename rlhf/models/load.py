@@ -90,8 +90,8 @@ def leave_out_requests(config: PreTrainedConfig, path: str) -> None:
     if getattr(text, "output_router_logits", False):
         weight = getattr(text, "router_aux_loss_coef", 0)
         console.say(
-            f"note: model '{path}': its config asks for the balance loss of a mixture of experts (output_router_logits, "
-            f"weight {weight:g}); no stage trains on it, and it is left out"
+            f"note: model '{path}': its config asks for the balance loss of a mixture of experts "
+            f"(output_router_logits, weight {weight:g}); no stage trains on it, and it is left out"
         )
     for part in (config, text):
         for name, value in REQUESTS.items():

@@ -189,7 +189,7 @@ class Steering:
         wanted = target * min(1.0, done / (0.3 * self.iterations)) ** 2
         if budget is not None:
             left = 1 - done / self.iterations
-            wanted = sorted([budget * (1 - left**2), kl_of_responses, budget * (1 - left**4)])[1]
+            wanted = sorted([budget * (1 - left**2) ** 2, kl_of_responses, budget * (1 - left**4)])[1]
             if not self.errors:
                 deviation = torch.tensor(scores, dtype=torch.float64).std(correction=0).item()
                 self.first = 0.4 * deviation / math.sqrt(2 * budget)
