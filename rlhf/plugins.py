@@ -240,7 +240,7 @@ def conforming(plugin: Plugin, contract: type, source: str) -> Plugin:
             except (AttributeError, TypeError):  # a frozen dataclass, or one with slots: a class of this one object
                 kind = type(plugin)
                 members = {"__slots__": (), "__module__": kind.__module__, name: vars(contract)[name]}
-                object.__setattr__(plugin, "__class__", type(kind)(kind.__name__, (kind,), members))
+                object.__setattr__(plugin, "__class__", type(kind.__name__, (kind,), members))
         elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
             _require_callable(plugin, name, arguments, source)
     return plugin
