@@ -213,7 +213,11 @@ def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
         from rlhf.chain import planning  # imported here because it imports torch
 
     if chain.plan:
-        print(planning.forecast(chain, 1 if chain.devices else resolve_deployment(chain).processes, program, typed))
+        try:
+            processes = 1 if chain.devices else resolve_deployment(chain).processes
+        except UserError as error:
+            raise UserError(f"{error}; to plan for another machine, --devices N --device KIND in its place") from None
+        print(planning.forecast(chain, processes, program, typed))
         return None
     from rlhf.storage import manifests
 

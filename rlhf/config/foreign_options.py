@@ -6,11 +6,23 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+VIRTUAL_TOKENS = (
+    "no virtual tokens: they cannot be merged into a model, which the next stages and other programs load; "
+    "--adapter bitfit or ia3 trains about as few weights"
+)
+OWN_TRACKER = "a tracker of yours, --report-to my_tracker.py (docs/extending.md)"
 METHODS = {
     "qlora": "--adapter lora --quantize nf4: QLoRA is LoRA on weights of 4 bits",
     "dora": "--adapter lora,use_dora=true",
     "rslora": "--adapter lora,use_rslora=true",
     "pissa": "--adapter lora,init_lora_weights=pissa",
+    "bit_fit": "--adapter bitfit",
+    "prompt_tuning": VIRTUAL_TOKENS,
+    "prefix_tuning": VIRTUAL_TOKENS,
+    "p_tuning": VIRTUAL_TOKENS,
+    "p_tuning_v2": VIRTUAL_TOKENS,
+    "neptune": OWN_TRACKER,
+    "visdom": OWN_TRACKER,
 }
 """By the name of a method elsewhere, as `plain` writes it: what it is here."""
 

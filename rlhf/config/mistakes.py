@@ -34,10 +34,17 @@ Cure = Callable[[type[Config], list[str]], str]
 """(config, path of an unknown key) -> what follows `no option 'key'` in the message"""
 
 
-def suggest(name: str, names: Sequence[str], cutoff: float = 0.5) -> str:
+def nearest(name: str, names: Sequence[str], cutoff: float = 0.66) -> str | None:
+    """The most similar known name, in any case; None if none is near."""
+    known = {known.lower(): known for known in reversed(names)}
+    similar = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=cutoff)
+    return known[similar[0]] if similar else None
+
+
+def suggest(name: str, names: Sequence[str], cutoff: float = 0.66) -> str:
     """` (did you mean 'x'?)` for the most similar known name, or an empty string."""
-    similar = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-    return f" (did you mean '{similar[0]}'?)" if similar else ""
+    similar = nearest(name, names, cutoff)
+    return f" (did you mean '{similar}'?)" if similar else ""
 
 
 def suggest_options(name: str, names: Sequence[str]) -> str:
@@ -56,7 +63,11 @@ def suggest_options(name: str, names: Sequence[str]) -> str:
             if similar:
                 listed = sorted(similar, key=lambda option: option.count("."))[:4]
                 return f" (did you mean {' or '.join(listed)}?)"
-    return suggest(name, names).replace("'", "'--", 1)
+    for options in filter(None, (in_section, names)):
+        whole = {option.rpartition(".")[2]: option for option in reversed(options)}
+        if (similar_name := nearest(last, list(whole))) is not None:  # sections alone are no likeness
+            return f" (did you mean '--{whole[similar_name]}'?)"
+    return ""
 
 
 def validate(cls: type[C], values: Tree, source: str) -> C:

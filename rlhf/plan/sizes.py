@@ -16,6 +16,7 @@ from rlhf.config.options import Optim, Quantize
 from rlhf.engine.optimizers import outer_weights, state_numbers
 from rlhf.errors import UserError
 from rlhf.hub import short_names
+from rlhf.hub.offline import require_hub
 from rlhf.hub.untrusted import with_file
 from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
@@ -103,6 +104,8 @@ def read_config(model_path: str) -> PreTrainedConfig:
     path = short_names.resolve(model_path)
     if path.endswith((".yaml", ".yml")) and "tokenizer" not in read_yaml(path):
         return _config_from_yaml(path)
+    if not Path(path).exists() and "/" not in path:
+        require_hub(path)  # its client would ask for a minute
     try:
         config = load.load_config(path)
     except UserError as error:

@@ -51,10 +51,10 @@ SPECS = {
 METHODS = sorted({*SPECS, *plugins.names("rlhf.adapters")})
 ROUNDED = {"pissa", "olora"}
 """methods that start at the model up to rounding: numbers that cancel are added and taken away"""
-WHOLE = {"loha"}
+WHOLE = {"bitfit", "loha"}
 """methods that need whole weights before training, and are refused under ZeRO-3"""
 
-QUICK = {"lora", "dora", "pissa", "ia3", "ln_tuning", "loha", "trainable_tokens"}
+QUICK = {"lora", "bitfit", "dora", "pissa", "ia3", "ln_tuning", "loha", "trainable_tokens"}
 """methods that train in `make test`: one of each kind of parameters"""
 
 each = pytest.mark.parametrize("method", METHODS)
@@ -269,6 +269,7 @@ def test_an_initialisation_that_is_not_offered_is_refused(start_of: str) -> None
 
 def test_a_method_that_cannot_wrap_a_model_is_refused_in_one_line() -> None:
     for spec, family, words in (
+        ("bitfit", "llama", "adapter bitfit, llama model: it has no biases, expected .* ln_tuning"),
         ("miss", "gpt2", "adapter miss, gpt2 model: Target module Conv1D"),
         ("lora,init_lora_weights=olora", "gpt2", "transposed"),
         ("lora,init_lora_weights=olora,r=1000", "llama", "is narrower than r=1000"),

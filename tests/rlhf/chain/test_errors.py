@@ -103,6 +103,10 @@ CHAIN: dict[str, tuple[list[str], list[str]]] = {
         ["--deployment-type", "single_node", "--num-processes", "4096"],
         ["--num-processes 4096", "cores", "at most"],
     ),
+    "more devices than here in a plan": (
+        ["--plan", "--deployment-type", "single_node", "--num-processes", "4096"],
+        ["--num-processes 4096", "at most", "; to plan for another machine, --devices N --device KIND"],
+    ),
     "processes of one GPU": (
         ["--deployment-type", "single_gpu", "--num-processes", "2"],
         ["--num-processes 2", "--deployment-type single_node"],

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf import plugins
 from rlhf.chain.options import chain_config
 from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
@@ -87,3 +88,19 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
 
 def test_what_no_library_has_gets_no_answer() -> None:
     assert answer("zzz", KNOWN) == ""
+    for name in ("--quick-and-dirty", "--lion", "--sft.telemetry"):
+        assert refusal(CHAIN, name) == f"no option '{name}'; see --help"
+
+
+@pytest.mark.parametrize("name", ["prefix_tuning", "prompt-tuning", "p_tuning", "P-Tuning-v2"])
+def test_adapters_of_virtual_tokens_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        UserError, match=rf"^no '{name}' in rlhf.adapters: here no virtual tokens: they cannot be merged"
+    ):
+        plugins.find("rlhf.adapters", name)
+
+
+@pytest.mark.parametrize("name", ["Neptune", "visdom"])
+def test_trackers_that_went_have_an_answer(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^no '{name}' in rlhf.training.trackers: here a tracker of yours"):
+        plugins.find("rlhf.training.trackers", name)
