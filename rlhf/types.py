@@ -1,8 +1,8 @@
 """The frozen records that flow through the pipeline, and the legend of their shapes.
 
-B rows (rollouts), P prompt tokens, T response tokens, S = tokens of a whole sequence, V vocabulary.
-A mask is True where a token is real (or counts). It is created together with the tokens and never
-derived from ids, because OPT and many other models use one id for BOS, EOS and padding.
+B rows (rollouts), P prompt tokens, T response tokens, S = tokens of a whole sequence, V vocabulary. A mask is True if
+a token is real (or counts). It is created with the tokens and never derived from ids: many models use one id for BOS,
+EOS and padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,7 @@ class Message:
     content: str
     keys: Tree = field(default_factory=dict, hash=False)
     """what else a chat template renders of it: reasoning_content, tool_calls, ..."""
-    learned: bool = True
-    """False: an assistant turn that is context, and no loss counts on it"""
+    learned: bool = True  # False: an assistant turn that is context, and no loss counts on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Row:
     `prompt` is a dialogue that ends before the response. A demonstration has `response`; a preference
     also has `rejected` (`response` is the chosen side); a row that is only a prompt has neither.
     Rows with the same `group` are in the same split; by default the group is the prompt's text.
-    `columns` has other values of the source, for reward functions.
+    `columns` has other values for reward functions; `response_column` is the name by which they get the response too.
     Preferences with the same `ranking`, other than "", are pairs of one ranked list and together weigh as one pair.
     `variables` is what the chat template gets beside the messages: `tools`, and options such as `enable_thinking`.
     """
@@ -57,7 +56,6 @@ class Row:
     location: str = field(default="", compare=False)
     """file:line, for messages about the row"""
     response_column: str = field(default="", compare=False)
-    """the name of the response in the file, such as `answer`, by which reward functions may ask for it"""
 
 
 def to_device(x: Tensor, device: torch.device | str) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from data.read.columns import as_prompt, first_user_text, read_number
+from data.read.columns import as_prompt, first_user_text, read_number, read_struct, read_structs
 from data.read.dialogues import (
     join_prompt,
     read_dialogue,
@@ -187,6 +187,27 @@ def _common_words(first: str, second: str) -> str:
     return common.rstrip()
 
 
+def _read_preferred(record: Record, location: str, extra: Record) -> Row:
+    """A pair as OpenAI's preference files have it: the prompt is the messages in `input`."""
+    dialogue = read_struct(record, "input", location)
+    if dialogue.get("tools"):
+        raise UserError(f"{location}: input: got tools inside it, expected a column tools beside prompt and responses")
+    prompt = as_prompt(read_dialogue(dialogue, "messages", f"{location}: input"))
+    _, chosen = read_response(record, "preferred_output", location)
+    _, rejected = read_response(record, "non_preferred_output", location)
+    return _pair(prompt, chosen, rejected, extra)
+
+
+def _read_with_ranks(record: Record, location: str, extra: Record) -> Ranked:
+    """Several responses, each with its rank, as NeMo RL's preference files have them: rank 0 is the best."""
+    prompt = read_prompt(record, "context", location)
+    responses = (
+        (read_response_text(each, "completion", at), -read_number(each, "rank", at))
+        for at, each in read_structs(record, "completions", location)
+    )
+    return Ranked(prompt, tuple(responses), first_user_text(prompt), extra)
+
+
 def _read_voted(record: Record, location: str, extra: Record) -> Row | Ranked:
     """Two responses and a person's preference. Raises: Unusable for a tie, and if the preference is empty."""
     vote = read_optional_text(record, "preference", location).strip().lower()
@@ -346,6 +367,8 @@ SHAPES = (
         )
     ),
     Shape(SIDES, PAIR, _read_pair_without_prompt, ("system", "messages")),
+    Shape(("input", "preferred_output", "non_preferred_output"), PAIR, _read_preferred, ()),
+    Shape(("context", "completions"), PAIR, _read_with_ranks, SYSTEM_COLUMN),
     Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _read_voted, SYSTEM_COLUMN),
     *(
         Shape((column, "responses"), PAIR, partial(_read_ranked, column), (*optional, "scores", "ranks"))

@@ -55,6 +55,12 @@ class Config(TableConfig):
     """column of the list of their scores, higher is better"""
     ranks: str | None = None
     """column of the list of their ranks, lower is better"""
+    preferred_output: str | None = None
+    """column of the better response beside an `input` of messages"""
+    non_preferred_output: str | None = None
+    """column of the worse response beside it"""
+    completions: str | None = None
+    """column of the list of {rank, completion}, rank 0 the best"""
     label: str | None = None
     """column of whether the response is good: true or false"""
     messages: str | None = None

@@ -16,12 +16,14 @@ from rlhf.rewards._numbers import number
 from rlhf.types import Row, Samples
 
 EVERYTHING = r"(?s).+"
+GROUND_TRUTH = "reward_model.ground_truth"
+"""where the data of verl has the right result"""
 
 
 class Config(Base):
     column: str | None = None
-    """column with the right result, or with a list of right results; by default `answer`, or, if no row has that,
-    `reference`, the response in the data"""
+    """column with the right result, or with a list of right results; a.b is the entry b of a column a. By default
+    `answer`; if no row has that, `reward_model.ground_truth`, or `reference`, the response in the data"""
     compare: Literal["number", "text"] = "number"
     """number: compare the values of the last number in both, no part of an expression, so that $1,200 equals
     1200.00, 3/4 equals 0.75, and 50% equals 50; text: compare the texts without regard to case and white space"""
@@ -106,9 +108,13 @@ def _accepted(item: object, row: Row, cell: object, config: Config) -> Any:
 
 def _cells(name: str | None, rows: Sequence[Row]) -> list[Any]:
     columns = columns_of_rows(rows)
-    for column in ("answer", REFERENCE) if name is None else (name,):
-        if column in columns:
-            return columns[column]
+    for column in ("answer", GROUND_TRUTH, REFERENCE) if name is None else (name,):
+        first, *keys = [column] if column in columns else column.split(".")
+        cells = columns.get(first, [])
+        for key in keys:
+            cells = [cell.get(key) if isinstance(cell, dict) else None for cell in cells]
+        if any(cell is not None for cell in cells) or (first == column and cells):
+            return cells
     raise UserError(
         f"reward 'match': no row has a column '{name or 'answer'}'; have {', '.join(columns) or 'none'}; "
         "name one with column=NAME"

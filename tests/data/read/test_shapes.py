@@ -196,6 +196,14 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         {"instruction": "do", "context": "this", "response": "good", "category": "x"},
         Row(dialogue("u: do\nthis"), "good", None, "do\nthis", {"category": "x"}),
     ),
+    "a pair of OpenAI": (
+        {"input": {"messages": [ASK], "tools": []}, "preferred_output": [ONE], "non_preferred_output": [TWO]},
+        Row(Q, "good", "bad", "q"),
+    ),
+    "completions with ranks": (
+        {"context": [ASK], "completions": [{"rank": 1, "completion": [TWO]}, {"rank": 0, "completion": [ONE]}]},
+        Ranked(Q, (("bad", -1.0), ("good", 0.0)), "q"),
+    ),
     "text": ({"text": "words", "label": 1}, Row((), "words", None, "", {"label": 1})),
     "a prompt": ({"prompt": "q", "solution": 4}, Row(Q, None, None, "q", {"solution": 4})),
     "a prompt of messages": ({"prompt": MORE}, Row(LONG, None, None, "q")),
@@ -246,6 +254,10 @@ VALUES: dict[str, Any] = {
     "context": [ASK],
     "chosen": [ASK, ONE],
     "rejected": [ASK, TWO],
+    "input": {"messages": [ASK]},
+    "preferred_output": [ONE],
+    "non_preferred_output": [TWO],
+    "completions": [{"rank": 1, "completion": [TWO]}, {"rank": 0, "completion": [ONE]}],
     "response_a": "good",
     "response_b": "bad",
     "preference": "a",
@@ -262,7 +274,7 @@ def test_columns_determine_the_shape(shape: Shape) -> None:
     for columns in (tuple(record), tuple(reversed(record)), (*record, "id")):
         assert match_shape(columns, None, frozenset()) == (shape, tuple(set(columns) - set(record)))
     row = parse(record, "f:1")
-    assert isinstance(row, {"label": Labelled, "responses": Ranked}.get(shape.columns[-1], Row))
+    assert isinstance(row, {"label": Labelled, "responses": Ranked, "completions": Ranked}.get(shape.columns[-1], Row))
     assert row.prompt == (() if shape.name == "text" else Q)
 
 

@@ -154,6 +154,14 @@ def test_a_pattern_says_what_counts() -> None:
     assert scores(boxed, [r"\boxed{3} or 4", "3", r"\boxed{} 3"], ["3"] * 3) == [1, 0, 0]
 
 
+def test_a_result_inside_a_column_as_in_the_data_of_verl() -> None:
+    cells = [{"style": "rule", "ground_truth": truth} for truth in ("7", "#### 8", "9")]
+    for column in ("", ",column=reward_model.ground_truth"):
+        assert scores(f"match{column}", ["7", "8", "8"], cells, "reward_model") == [1, 1, 0]
+    with pytest.raises(UserError, match=r"no row has a column 'reward_model.truth'; have reward_model"):
+        scores("match,column=reward_model.truth", ["7"] * 3, cells, "reward_model")
+
+
 def test_text_but_for_case_and_space() -> None:
     assert scores("match,compare=text", [" New  york\n", "York", "new york."], ["New York"] * 3) == [1, 0, 0]
     either = [["Paris", "Paname"]] * 3
