@@ -23,6 +23,8 @@ EVERY_S = 30.0
 """seconds between two lines of a loop in a log"""
 OPTION_NAMES = "RLHF_OPTION_NAMES"
 """variable by which a chain tells a stage how its options are typed"""
+SILENT = "RLHF_SILENT"
+"""variable by which a rehearsal keeps the results of its random models from the screen"""
 Numbers = Mapping[str, float]
 
 
@@ -133,9 +135,19 @@ def _is_rank_0() -> bool:
 
 def say(text: str) -> None:
     """Print one line on stdout."""
-    if _is_rank_0():
+    if _is_rank_0() and SILENT not in os.environ:
         with tqdm.external_write_mode():  # hides a progress bar while the line is printed
             print(printable(as_typed(text)), flush=True)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Inside, this process and those that start show progress and errors only."""
+    os.environ[SILENT] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SILENT]
 
 
 @contextlib.contextmanager
@@ -157,7 +169,7 @@ def as_typed(text: str, names: Mapping[str, str] | None = None) -> str:
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table on stdout; the cells are plain text, not markup."""
     cells = list(rows)
-    if not _is_rank_0() or not cells:
+    if not _is_rank_0() or not cells or SILENT in os.environ:
         return
     from rich.console import Console
     from rich.table import Table

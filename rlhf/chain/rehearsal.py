@@ -45,6 +45,9 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
     and its exit status, or None
     Raises: SystemExit with that status.
     """
+    if all(map(_short, todo.values())):
+        console.say("rehearsal: left out, because the run itself is no longer")
+        return
     output = Path(next(iter(todo.values())).output_dir)
     folder, start = output / FOLDER, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
@@ -56,7 +59,11 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
         small = in_small(todo, folder, ranks)
         # The last stage is resumed first: it has started from the models of the earlier ones as they are.
         for stages in (small, {step: _longer(step, small[step]) for step in reversed(small)}):
+            began = time.monotonic()
             _run(stages, run_all)
+            if stages is small:
+                took = console.duration(time.monotonic() - began)
+                console.say(f"rehearsal: the first half took {took}; each stage goes on from its checkpoint now")
             for step in stages:
                 _require_whole(step, folder / STAGES[step].name)
         report.write(report.ReportConfig(runs=(str(folder),)))
@@ -67,11 +74,20 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
 
 def _run(small: dict[int, StageOptions], run_all: RunAll) -> None:
     """Raises: SystemExit with the status of the stage that failed."""
-    failed = run_all(small)
+    with console.silent():
+        failed = run_all(small)
     if failed is not None:
         step, status = failed
         console.say(f"rehearsal: {STAGES[step].name} failed ({status.cause}); nothing of the run has started")
         raise SystemExit(int(status) if status > 0 else 128 - status)
+
+
+def _short(options: Any) -> bool:
+    """Whether a stage is known to have no more steps than its rehearsal and what follows it."""
+    if hasattr(options, "total_episodes"):
+        return bool(options.total_episodes <= 2 * STEPS * options.batch_size)
+    rows = options.max_train_rows
+    return rows is not None and bool(rows * options.num_train_epochs <= 2 * STEPS * options.batch_size)
 
 
 def _require_whole(step: int, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """`--rehearse`: the run in small, in which what fails late fails before the run has started."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from rlhf.chain import rehearsal
+from rlhf.launch.supervisor import ExitStatus
 from rlhf.models.load import load_config
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
@@ -69,6 +71,20 @@ def test_adapters_keep_the_models_that_they_were_trained_on(
     assert "with whole models, because one is an adapter" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("step", "changes", "left_out"), [
+    (1, {"max_train_rows": 10}, True), (1, {"max_train_rows": 11}, False), (1, {"max_train_rows": None}, False),
+    (3, {"total_episodes": 32}, True), (3, {"total_episodes": 33}, False),
+])  # fmt: skip
+def test_a_run_that_is_no_longer_than_a_rehearsal_has_none(
+    step: int, changes: dict[str, Any], left_out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rehearsal has two steps, then two more; here 8 rows each, in step 1 three times."""
+    options = todo_of(tmp_path)[step].model_copy(update={**changes, "actor_model": "demo-llama"})
+    with contextlib.nullcontext() if left_out else pytest.raises(SystemExit):
+        rehearsal.rehearse({step: options}, 1, lambda _: (step, ExitStatus(1)))
+    assert ("left out, because the run itself is no longer" in capsys.readouterr().out) == left_out
+
+
 TOO_FEW = """
 calls = 0
 
@@ -89,4 +105,6 @@ def test_a_fault_in_training_is_found_before_the_run(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode != 0, ended.stdout
     assert "rehearsal: step3_ppo failed" in ended.stdout and "now the run" not in ended.stdout
+    assert "held-out prompts" not in ended.stdout and "warning" not in ended.stdout, "of models with random weights"
+    assert "mine.py:score" in ended.stderr  # what a user must mend is shown
     assert not (tmp_path / "out").exists(), "something is left of the rehearsal"
