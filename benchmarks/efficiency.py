@@ -203,7 +203,7 @@ def main() -> int:
         Job(
             f"best of n, seed {seed}",
             partial(measure_start, options, variants[0], seed),
-            options.start(seed) / "start.pt",
+            options.start(seed),
         )
         for seed in range(options.seeds)
     ]
