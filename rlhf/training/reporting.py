@@ -61,7 +61,10 @@ class Reporter:
         run_ids = {}
 
         def start(tracker: Tracker) -> None:
-            run_ids[entry.name] = tracker.start(run)
+            run_id = tracker.start(run)
+            if not isinstance(run_id, str):  # of the user's code: a file of JSON keeps it
+                raise TypeError(f"start returned {type(run_id).__name__}, expected the id of the run as text")
+            run_ids[entry.name] = run_id
             if run.run_id is None:
                 tracker.log_config(config)
 

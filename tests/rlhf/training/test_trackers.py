@@ -229,6 +229,17 @@ def test_a_tracker_that_fails_is_left_out(fails: str, stage: Path, capsys: pytes
     assert record.LEFT_OUT in read_meanings()
 
 
+def test_a_tracker_whose_run_has_no_id_of_text_is_left_out(stage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The id is kept in a file of JSON, where a path or a tensor ended the run in a traceback."""
+    source = MINE.replace("def start(self, run):", "def start(self, run):\n        return object()")
+    assert source != MINE
+    other = stage.parents[1] / "other.py"
+    other.write_text(source)
+    record_steps(stage, (f"{other},path={stage / 'other.jsonl'}",), 0, 2)
+    message = "TypeError: start returned object, expected the id of the run as text"
+    assert message in capsys.readouterr().out and (stage / "metrics.jsonl").read_text().count('"loss"') == 2
+
+
 def test_a_metric_has_no_name_of_a_column(tmp_path: Path) -> None:
     recorder = record.Recorder(tmp_path)
     with pytest.raises(UserError, match=r"metrics.jsonl: a metric is named step, as a column of every row; rename it"):
