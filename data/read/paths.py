@@ -149,11 +149,19 @@ def _data_files_in(folder: Path) -> Iterator[Path]:
 
 
 def _digest(options: object, files: Iterable[DataFile]) -> str:
-    """The sha256 of the repr of `options` and of the suffix and content of each file."""
-    digest = hashlib.sha256(repr(options).encode())
+    """The sha256 of `options` and of the suffix and content of each file."""
+    digest = hashlib.sha256((repr(options) + _later(options)).encode())
     for file in files:
         digest.update(suffix(file).encode() + (file.digest() if isinstance(file, RemoteFile) else _file_digest(file)))
     return digest.hexdigest()
+
+
+def _later(options: object) -> str:
+    """The options that came after the first runs, where they are set. Their `repr` is off: with it every earlier run
+    would be one of other data."""
+    configs = [x for x in (options if isinstance(options, tuple) else (options,)) if isinstance(x, TableConfig)]
+    values = [(name, field, getattr(x, name)) for x in configs for name, field in type(x).model_fields.items()]
+    return "".join(f" {name}={x!r}" for name, field, x in values if not field.repr and x != field.default)
 
 
 def _file_digest(path: Path) -> bytes:

@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from data.read.paths import TableConfig, open_path
 from data.read.records import Record, column_names
@@ -55,11 +55,11 @@ class Config(TableConfig):
     """column of the list of their scores, higher is better"""
     ranks: str | None = None
     """column of the list of their ranks, lower is better"""
-    preferred_output: str | None = None
+    preferred_output: str | None = Field(None, repr=False)
     """column of the better response beside an `input` of messages"""
-    non_preferred_output: str | None = None
+    non_preferred_output: str | None = Field(None, repr=False)
     """column of the worse response beside it"""
-    completions: str | None = None
+    completions: str | None = Field(None, repr=False)
     """column of the list of {rank, completion}, rank 0 the best"""
     label: str | None = None
     """column of whether the response is good: true or false"""

@@ -208,7 +208,8 @@ ROWS = (
     (
         '{"question": "x"}',
         "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
-        "rejected; prompt, response_a, response_b, preference; prompt/instruction/question, responses; prompt, "
+        "rejected; input, preferred_output, non_preferred_output; context, completions; "
+        "prompt, response_a, response_b, preference; prompt/instruction/question, responses; prompt, "
         "completion; prompt/instruction/question, response; instruction, output; question, answer; "
         "messages/conversations/text/prompt; or map the columns: files,prompt=COLUMN,response=COLUMN:PATH",
     ),

@@ -4,6 +4,7 @@ No hub is asked: a directory stands for it, read by `datasets` itself.
 """
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from data.read.paths import TableConfig, data_files, is_hub_id, open_path, refuse_loading_script
+from data.sources import files
 from rlhf.errors import UserError
 from rlhf.hub import offline
 
@@ -312,3 +314,22 @@ def test_a_hub_that_does_not_answer_is_refused_fast(tmp_path: Path, monkeypatch:
     message = read_error("data/trian")
     assert message.startswith("data/trian: no such local path, and the hub at http://127.0.0.1:9 does not answer")
     assert "HF_HUB_OFFLINE=1" in message
+
+
+def test_an_option_that_came_later_changes_no_earlier_fingerprint(tmp_path: Path) -> None:
+    """Of no split, a split, and where it is set: a run of before resumes, one with another column does not."""
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n')
+
+    def fingerprint(**options: str) -> str:
+        return open_path(str(file)).fingerprint("train", files.Config(**options))
+
+    before = repr(files.Config())
+    assert "preferred_output" not in before and before.startswith("Config(split=None, ")
+    assert fingerprint() == hashlib.sha256(before.encode() + b".jsonl" + _sha256(file)).hexdigest()
+    values = [fingerprint(), *(fingerprint(**{name: "x"}) for name in ("preferred_output", "completions", "chosen"))]
+    assert len({*values}) == 4
+
+
+def _sha256(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()

@@ -1,5 +1,6 @@
 """Faults that end or spoil the last hours of a run: a rehearsal finds each, here in the process of the test."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,7 @@ def test_a_sound_stage_passes_and_is_resumed(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rehearsal.console, "silent", contextlib.nullcontext)
     rehearsal.rehearse({step: options_of(step)}, 1, run_here)
     said = capsys.readouterr().out
     assert "resumes after step 2" in said and "rehearsal: passed" in said
