@@ -123,7 +123,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     rows, heads, _, d_k = q.shape
     (key_heads, length), d_v = k.shape[1:3], v.shape[-1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    splits, wide = splits_of(rows * key_heads, length), max(map(triton.next_power_of_2, (d_k, d_v, FEWEST_ROWS)))
+    splits = splits_of(rows * key_heads, length)
+    wide_k, wide_v = (max(FEWEST_ROWS, triton.next_power_of_2(d)) for d in (d_k, d_v))
+    wide = max(wide_k, wide_v)
     out = torch.empty(rows, 1, heads, d_v, dtype=v.dtype, device=q.device)
     sums, largest, weights = out, out, out  # not used without splits
     if splits > 1:
@@ -137,11 +139,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
         masked=visible is not None, group=heads // key_heads,
         tile=max(FEWEST_ROWS, triton.next_power_of_2(heads // key_heads)), splits=splits, block=block_of(wide),
         scan=min(SCAN, triton.next_power_of_2(length)), d_k=d_k, d_v=d_v,
-        wide_k=max(FEWEST_ROWS, triton.next_power_of_2(d_k)), wide_v=max(FEWEST_ROWS, triton.next_power_of_2(d_v)),
-        num_warps=warps_of(wide), maxnreg=REGISTERS,
+        wide_k=wide_k, wide_v=wide_v, num_warps=warps_of(wide), maxnreg=REGISTERS,
     )  # fmt: skip
     if splits > 1:
-        wide_v = max(FEWEST_ROWS, triton.next_power_of_2(d_v))
         join_splits[(rows * heads,)](sums, largest, weights, out, splits=splits, d_v=d_v, wide_v=wide_v)
     return out
 
