@@ -16,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Those that take the options of benchmarks/harness.py, such as ARGS="--data FILE"
 BENCHMARKS := sft reward rollout ppo
 NUMERICAL := $(addprefix tests/, contracts/test_algorithms.py contracts/test_generation.py contracts/test_models.py \
-	rlhf/maths rlhf/models rlhf/cpu rlhf/distributed/test_sharding.py rlhf/engine/test_adamw.py rlhf/engine/test_ema.py \
+	rlhf/maths rlhf/models rlhf/kernels rlhf/distributed/test_sharding.py rlhf/engine/test_adamw.py rlhf/engine/test_ema.py \
 	rlhf/engine/test_engine.py rlhf/training/test_resume.py step3_ppo)
 SUITE := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # What make test, make test-ranks and make test-compiled run together

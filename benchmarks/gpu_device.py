@@ -44,7 +44,7 @@ def rates(options: Options, results: Results) -> None:
 
 def decode(options: Options, results: Results) -> None:
     """Decode steps of 16 and 64 rows without an end: bytes of weights and cache over the bandwidth of the machine."""
-    from rlhf import cpu
+    from rlhf import kernels
     from rlhf.config.options import SamplingOptions
     from rlhf.generation import open_backend
     from rlhf.maths.uniforms import uniforms
@@ -68,7 +68,7 @@ def decode(options: Options, results: Results) -> None:
     eager: dict[int, Tensor] = {}
     for name in ("eager",) if options.tiny else ("eager", "compiled"):
         if name == "compiled":
-            cpu.compile_layers(lm)
+            kernels.compile_layers(lm)
         for rows in (2,) if options.tiny else (16, 64):
             whole = median(lambda rows=rows: sample(rows, response), options, 3)  # type: ignore[misc]
             first = median(lambda rows=rows: sample(rows, 1), options, 3)  # type: ignore[misc]

@@ -58,7 +58,7 @@ def prepare(options: Options, folder: Path) -> tuple[dict[str, Any], list[list[i
 def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     """The rollout backend on a model as step 3 loads it."""
 
-    from rlhf import cpu
+    from rlhf import kernels
     from rlhf.config.options import SamplingOptions
     from rlhf.distributed.collectives import local_device
     from rlhf.generation import loop
@@ -70,9 +70,9 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     tokenizer = inputs.tokenizer(settings["model"])
     lm = load_causal_lm(settings["model"], inputs.weights_dtype(settings), len(tokenizer)).to(local_device())
     if settings["torch_compile"]:
-        cpu.compile_layers(lm)
-        cpu.round_like_eager()
-    cpu.keep_freed_memory()  # as after the first training step
+        kernels.compile_layers(lm)
+        kernels.round_like_eager()
+    kernels.keep_freed_memory()  # as after the first training step
     backend = loop.build(loop.Config(eos_token_id=inputs.NO_TOKEN, pad_token_id=tokenizer.pad_token_id))
 
     def generate(rows: list[list[int]], length: int) -> int:

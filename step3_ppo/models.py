@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PromptDataset
 from data.prepare.encode import Demonstration
-from rlhf import adapters, console, cpu, rewards
+from rlhf import adapters, console, kernels, rewards
 from rlhf.adapters import Adapter
 from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
@@ -34,7 +34,7 @@ def set_up(
 ) -> Learner:
     """Load every model and build the engines. config: with the paths of all models; ptx_rows: of PPO-ptx"""
     if config.torch_compile and config.rescore:
-        cpu.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
+        kernels.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
     context = reward_context(config, tokenizer)
     algorithm, ids = algorithms.load(config), id_count(tokenizer)
     has_critic, roles = algorithm.value_loss is not None, None

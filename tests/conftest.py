@@ -38,13 +38,13 @@ atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 
 FIRST = (
-    "rlhf/cpu/test_kernels.py",
+    "rlhf/kernels/test_cpu_operations.py",
     "rlhf/engine/test_engine.py",
     "rlhf/chain/test_train.py",
     "options/test_on_two_ranks.py",
     "options/test_every_option.py",
     "rlhf/training/test_resume.py",
-    "rlhf/cpu/test_compiling.py",
+    "rlhf/kernels/test_compiling.py",
     "rlhf/launch/test_team.py",
     "rlhf/launch/test_launch.py",
     "rlhf/distributed/test_sharding.py",

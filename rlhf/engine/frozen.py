@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.config import Tree
 from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
@@ -38,7 +38,7 @@ class FrozenEngine(Generic[M]):
         elif not options.offload:
             model.to(self.device)
         if options.torch_compile and options.zero_stage != 3:
-            cpu.compile_layers(model)
+            kernels.compile_layers(model)
 
     @contextlib.contextmanager
     def inference(self) -> Iterator[M]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlhf import console, cpu
+from rlhf import console, kernels
 from rlhf.config import Tree, deepspeed_json, merge
 from rlhf.config.options import EngineOptions, TrainingOptions, effective_stage
 from rlhf.distributed import collectives, tensor_parallel
@@ -69,7 +69,7 @@ class Engine(Generic[M]):
         if options.gradient_checkpointing:
             _checkpoint_activations(model)
         if options.torch_compile:
-            cpu.compile_layers(model)
+            kernels.compile_layers(model)
         warning = warmup_warning(options, total_steps)
         if warning is not None:
             console.say(f"{title}: {warning}" if title else warning)
@@ -136,7 +136,7 @@ class Engine(Generic[M]):
         Raises: NonFiniteError, on every rank, after `max_bad_steps` such steps in a row.
         """
         if self.device.type == "cpu":
-            cpu.keep_freed_memory()
+            kernels.keep_freed_memory()
         micros = list(micro_batches)
         if self._plain:  # rounding each micro-batch's gradient would add an error per micro-batch
             self._engine.optimizer.sum_gradients_in(torch.float32 if len(micros) > 1 else None)
@@ -336,7 +336,7 @@ def require_possible(options: EngineOptions, device: torch.device) -> None:
                 "--torch-compile: expected --zero-stage 0, 1 or 2, --tensor-parallel-size 1 and "
                 "--sequence-parallel-size 1"
             )
-        cpu.require_compiler(device)
+        kernels.require_compiler(device)
     folder = options.offload_nvme
     if folder is None:
         return

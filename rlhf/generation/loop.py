@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
 from rlhf.generation import BackendOptions
@@ -133,14 +133,14 @@ class _Rollout:
         lm, table, memory, unfinished = self._lm, self.table, self._memory, _Unfinished()
         whole = self._end <= reach(lm.config)  # other caches may not support the removal of rows
         # With a growing cache, layers would be compiled again for every length.
-        with contextlib.nullcontext() if self._fixed else cpu.eager():
+        with contextlib.nullcontext() if self._fixed else kernels.eager():
             if whole:
                 logits, cache = _read(lm, self._prompts, table, table.column if self._fixed else None, memory)
             else:
                 logits, cache = _read_padded(lm, self._prompts)
         self._choice.append(table, logits)
         del logits
-        with cpu.decode_step(lm, next_logits, self._fixed) as step:
+        with kernels.decode_step(lm, next_logits, self._fixed) as step:
             for column in range(self._start, self._end):
                 yield column
                 known = unfinished.observe(table.active)
@@ -166,7 +166,7 @@ class _Rollout:
                         partial(self._advance, _eager_next_logits, table, cache, width),
                     )
 
-    def _advance(self, step: cpu.Step, table: Table, cache: DynamicCache, width: int) -> None:
+    def _advance(self, step: kernels.Step, table: Table, cache: DynamicCache, width: int) -> None:
         """Sample the next column. width: the number of columns that it depends on, or more"""
         table.visible.index_fill_(1, table.column, True)
         visible = table.visible[:, None, None, :width] if self._fixed else table.visible[:, :width].long()
@@ -242,7 +242,7 @@ def next_logits(
 
 
 def _eager_next_logits(*arguments: Any) -> Tensor:
-    with cpu.eager():
+    with kernels.eager():
         return next_logits(*arguments)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from rlhf import console, cpu
+from rlhf import console, kernels
 from rlhf.config import Tree, read_yaml
 from rlhf.config.options import Quantize
 from rlhf.distributed import collectives
@@ -335,7 +335,7 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
         new_rows.set_to_means(model, new_tokens)
     refuse_non_finite(model, path)
     model.eval()
-    cpu.install(model)
+    kernels.install(model)
     packing.detect_support(model, shards is None)
     return model
 

@@ -1,6 +1,6 @@
 """Packed rows: rows of unequal length in one sequence [1, N] without padding. Only attention separates them.
 
-All other operations of a transformer are per token. Our attention (rlhf/cpu/attention.py) has kernels for rows
+All other operations of a transformer are per token. Our attention (rlhf/kernels/attention.py) has kernels for rows
 of any length; without one it groups rows of similar length, so that it has little padding too.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.maths import ops
 from rlhf.models import variable_length
 from rlhf.models.traits import has_argument, reach
@@ -203,7 +203,7 @@ def _packed(ids: Tensor, positions: Tensor, rows: Layout) -> dict[str, object]:
 def packs(model: PreTrainedModel, tokens: int) -> bool:
     """Whether a model supports packed rows of up to so many tokens, according to `detect_support`, and still has our
     attention, which knows no window."""
-    return tokens <= getattr(model, LONGEST, 0) and cpu.installed(model)
+    return tokens <= getattr(model, LONGEST, 0) and kernels.installed(model)
 
 
 def packs_rows(model: PreTrainedModel, rows: Sequences | JoinedPairs) -> bool:

@@ -26,7 +26,7 @@ FAMILIES = frozenset({
     "cohere", "cohere2", "olmo2", "olmoe", "smollm3", "granite", "starcoder2", "nemotron", "ernie4_5", "exaone4",
     "seed_oss", "helium", "gpt_oss", "deepseek_v2", "deepseek_v3",
 })  # fmt: skip
-"""types of models whose compiled layers tests compare with eager ones (tests/rlhf/cpu/test_compiling.py)"""
+"""types of models whose compiled layers tests compare with eager ones (tests/rlhf/kernels/test_compiling.py)"""
 
 
 def choose_compiler(options: E, stage: str, model_path: str, tokens: float) -> E:

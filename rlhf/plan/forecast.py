@@ -324,7 +324,7 @@ def _rollout_moments(
     """Sampling and scoring. Under ZeRO-3 the weights of one model at a time are gathered.
 
     On a CPU, sampling has a second copy of the linear layers, in the order of oneDNN, unless layers are compiled
-    (rlhf/cpu/decoding.py).
+    (rlhf/kernels/decoding.py).
 
     memory: bytes of a device
     """

@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
-from rlhf.cpu import attention
 from rlhf.errors import UserError
 from rlhf.generation import loop
+from rlhf.kernels import attention
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.models.policy import Policy

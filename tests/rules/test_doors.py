@@ -32,10 +32,10 @@ PRIVATE = re.compile(r"(^|\.)_[^_]")
 OTHERS = ("os.", "atexit.", "self.store.")  # Python and fsspec
 
 
-@each([path for path in PYTHON if not shown(path).startswith(("rlhf/cpu/", "tests/"))])
-def test_what_is_for_cpus_is_used_by_the_functions_of_its_package(path: Path) -> None:
+@each([path for path in PYTHON if not shown(path).startswith(("rlhf/kernels/", "tests/"))])
+def test_kernels_are_used_by_the_functions_of_their_package(path: Path) -> None:
     for line, name in imports(path):
-        assert not name.startswith("rlhf.cpu."), f"{shown(path)}:{line}: {name}; expected a function of rlhf.cpu"
+        assert not name.startswith("rlhf.kernels."), f"{shown(path)}:{line}: {name}; expected one of its __init__"
 
 
 def private_members(path: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from rlhf.cpu import one_token_triton as kernels
+from rlhf.kernels import one_token_triton as kernels
 
 TARGETS = (80, 90, 100)
 """A100, H100 and H200, B200"""

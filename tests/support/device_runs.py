@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from data.batches import Batches
-from rlhf.cpu import attention
 from rlhf.engine.training import Engine
 from rlhf.generation import BackendOptions, open_backend
 from rlhf.generation.loop import steps
+from rlhf.kernels import attention
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.models.policy import Policy

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
@@ -51,7 +51,7 @@ def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) 
 
 def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[torch.device] = []
-    monkeypatch.setattr(cpu, "require_compiler", devices.append)
+    monkeypatch.setattr(kernels, "require_compiler", devices.append)
     require_possible(EngineOptions(torch_compile=True, zero_stage=2, dtype="bf16"), GPU)
     for more in ({"zero_stage": 3}, {"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}):
         with pytest.raises(UserError, match="--torch-compile: expected --zero-stage 0, 1 or 2"):

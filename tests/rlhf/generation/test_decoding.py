@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlhf.config.options import SamplingOptions
-from rlhf.cpu import attention, decoding
 from rlhf.generation import loop
+from rlhf.kernels import attention, decoding
 from tests.support import tiny
 
 NEAR = 9 * 10 * torch.finfo(torch.float32).eps

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from rlhf.config.options import SamplingOptions
-from rlhf.cpu import attention, decoding
 from rlhf.generation import _graphs, _memory, loop
+from rlhf.kernels import attention, decoding
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.types import Prompts, SampledRollout

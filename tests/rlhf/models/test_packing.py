@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
-from rlhf.cpu import attention
+from rlhf.kernels import attention
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.models.head import ScoreHead

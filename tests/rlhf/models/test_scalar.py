@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.config.options import TrainingOptions
 from rlhf.engine.export import save_scalar
 from rlhf.engine.training import Engine
@@ -331,7 +331,7 @@ def test_a_window_as_long_as_the_longest_side_cuts_no_pair_in_one_row() -> None:
     rows = pairs()
     longest = int(rows.lengths.max())
     model = scalar_model("mistral", sliding_window=longest)
-    cpu.install(model.backbone)
+    kernels.install(model.backbone)
     packing.detect_support(model.backbone, unsharded=True)
     joined = rows.joined()
     assert joined.lengths.tolist() == rows.lengths.tolist() and joined.mask.sum(1).max() > longest

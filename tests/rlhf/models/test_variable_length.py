@@ -195,7 +195,7 @@ def test_kernels_are_for_gpus_that_pass_the_test() -> None:
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_packed_model_uses_the_kernel(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way from a batch to the kernel: the same states as from padded groups of rows."""
-    from rlhf.cpu import attention
+    from rlhf.kernels import attention
     from rlhf.models import packing
     from rlhf.types import Pairs
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlhf import cpu
+from rlhf import kernels
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.models.load import load_config
@@ -33,7 +33,7 @@ def model_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     rate = FLOPS / machine.UTILISATION
     core = replace(machine.CORE, flops=rate, flops_fp32=rate)
     monkeypatch.setattr(compile_choice, "describe_machine", lambda _, ranks: machine.Machine(core, ranks, 1e9, 1e9))
-    monkeypatch.setattr(cpu, "require_compiler", lambda _: None)
+    monkeypatch.setattr(kernels, "require_compiler", lambda _: None)
     causal_lm("llama").save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -97,7 +97,7 @@ def test_both_kinds_of_stages_choose(tmp_path: Path, models: Path, monkeypatch: 
 
     for module in ("rlhf.supervised.runner", "step3_ppo.stage"):
         monkeypatch.setattr(f"{module}.choose_compiler", always)
-    monkeypatch.setattr(cpu, "compile_layers", compiled.append)
+    monkeypatch.setattr(kernels, "compile_layers", compiled.append)
     FINE_TUNING.run(SFTConfig(**SMALL, num_train_epochs=2, model="demo-llama", output_dir=str(tmp_path)))
     stage.run(options(models, tmp_path, num_ppo_epochs=3))
     (sft, _, sft_tokens), (ppo, _, ppo_tokens) = calls

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from rlhf import adapters
 from rlhf.config.options import EngineOptions, FrozenOptions
-from rlhf.cpu import decoding
 from rlhf.errors import UserError
 from rlhf.generation.loop import next_logits
+from rlhf.kernels import decoding
 from rlhf.plan import machine, sizes, zero
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import forecast

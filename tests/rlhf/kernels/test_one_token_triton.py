@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rlhf.config.options import SamplingOptions
-from rlhf.cpu import attention
 from rlhf.generation import loop
+from rlhf.kernels import attention
 from rlhf.maths.uniforms import uniforms
 from tests.support import families, tiny
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.kernels
 def kernel() -> ModuleType:
     pytest.importorskip("triton", reason="triton is not installed: make test-kernels brings it")
     assert os.environ["TRITON_INTERPRET"] == "1", "make test-kernels sets it, before triton is imported"
-    from rlhf.cpu import one_token_triton
+    from rlhf.kernels import one_token_triton
 
     return one_token_triton
 

@@ -11,7 +11,7 @@ import torch._inductor.config
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.cpu import attention, compiling, kernels
+from rlhf.kernels import attention, compiling, cpu_operations
 from rlhf.models import packing
 from rlhf.models.policy import Policy
 from rlhf.types import Sequences
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compiled
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = kernels.for_one_token) -> None:
+def needed(dtype: torch.dtype, usable: Callable[[torch.dtype], bool] = cpu_operations.for_one_token) -> None:
     if shutil.which("g++") is None or not usable(dtype):
         pytest.skip(f"no C++ compiler here, or no block products of {dtype}")
 
@@ -48,8 +48,9 @@ def test_products_are_those_of_each_weight_beside_each_other(
     weights = [drawn(n, inner, dtype=dtype) for n in outputs]
     biases = [drawn(n, dtype=dtype) for n in outputs]
     exact = torch.cat([x.double() @ w.double().mT for w in weights], -1)
-    agree(kernels.products(x, weights, []), exact)
-    agree(kernels.products(x.expand(tokens, 2, inner)[:, 1:], weights, biases), exact + torch.cat(biases).double())
+    agree(cpu_operations.products(x, weights, []), exact)
+    wide = x.expand(tokens, 2, inner)[:, 1:]
+    agree(cpu_operations.products(wide, weights, biases), exact + torch.cat(biases).double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,7 +66,7 @@ def test_one_token_attends_to_what_it_sees(heads: int, groups: int, size: int, d
     exact = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True
     )
-    agree(kernels.attend(q, k, v, mask, 0.3), exact.transpose(1, 2))
+    agree(cpu_operations.attend(q, k, v, mask, 0.3), exact.transpose(1, 2))
 
 
 ROWS = [  # tokens of the second side, from s on, do not see the first, from c to there: c, s, length
@@ -96,14 +97,14 @@ def spans(rows: list[tuple[int, ...]]) -> Tensor:
 @pytest.mark.parametrize(("heads", "groups"), [(3, 3), (6, 2), (5, 1)])
 @pytest.mark.parametrize("beside", [False, True])  # heads beside each other, or beneath
 def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: int, beside: bool) -> None:
-    needed(torch.bfloat16, kernels.for_rows)
+    needed(torch.bfloat16, cpu_operations.for_rows)
     tokens = sum(length for *_, length in ROWS)
     qkv = []
     for i, n in enumerate((heads, groups, groups)):
         x = drawn(1, tokens, n, size, dtype=torch.bfloat16).roll(i, 1).transpose(1, 2)
         qkv.append((x if beside else x.contiguous()).requires_grad_())
     exact = [x.detach().double().requires_grad_() for x in qkv]
-    output, expected = kernels.attend_rows(*qkv, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
+    output, expected = cpu_operations.attend_rows(*qkv, spans(ROWS), 0.2), row_by_row(*exact, ROWS, 0.2)  # type: ignore[arg-type,call-arg]
     outer = drawn(1, tokens, heads, size, dtype=torch.bfloat16)
     gradients = torch.autograd.grad(output, qkv, outer)
     wanted = torch.autograd.grad(expected, exact, outer.double())
@@ -116,7 +117,7 @@ def test_rows_attend_and_learn_each_for_itself(heads: int, groups: int, size: in
 
 
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
-    needed(torch.bfloat16, kernels.for_rows)
+    needed(torch.bfloat16, cpu_operations.for_rows)
     lengths, results = (65, 63, 64, 2), []
     row_spans = spans([(n, n, n) for n in lengths])
     for bad in (False, True):
@@ -125,7 +126,7 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
             for x in qkv:
                 x[:, :, :65] = torch.nan
         qkv = [x.requires_grad_() for x in qkv]
-        out = kernels.attend_rows(*qkv, row_spans, 0.2)  # type: ignore[call-arg]
+        out = cpu_operations.attend_rows(*qkv, row_spans, 0.2)  # type: ignore[call-arg]
         gradients = torch.autograd.grad(out, qkv, torch.ones_like(out))
         results.append([out[0, 65:], *(x[0, 0, 65:] for x in gradients)])
     for clean, beside in zip(*results, strict=True):
@@ -133,11 +134,11 @@ def test_a_row_that_is_not_finite_spoils_no_other() -> None:
 
 
 def test_rows_beyond_the_tokens_are_refused() -> None:
-    needed(torch.bfloat16, kernels.for_rows)
+    needed(torch.bfloat16, cpu_operations.for_rows)
     qkv = [drawn(1, 2, 10, 8, dtype=torch.bfloat16) for _ in range(3)]
     for row in ([0, 11, 11, 11], [5, 6, 6, 6], [-1, 4, 4, 4], [0, 5, 4, 6], [0, 4, 7, 6]):
         with pytest.raises(ValueError, match="attend_rows: row 0 of"):
-            kernels.attend_rows(*qkv, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
+            cpu_operations.attend_rows(*qkv, torch.tensor([row]), 0.2)  # type: ignore[call-arg]
 
 
 @torch._inductor.config.patch(emulate_precision_casts=False)
@@ -157,13 +158,13 @@ def test_a_compiled_model_scores_and_learns_with_them_as_without(
     compiling.compile_layers(lm)
     compiling.round_like_eager()
     errors = []
-    attend = kernels.attend_rows if kernels.for_rows(torch.bfloat16) else (
+    attend = cpu_operations.attend_rows if cpu_operations.for_rows(torch.bfloat16) else (
         lambda q, k, v, spans, scale: row_by_row(q, k, v, spans[:, 1:].tolist(), scale)
     )  # fmt: skip
     for usable in (False, True):
-        monkeypatch.setattr(kernels, "for_rows", lambda _, usable=usable: usable)
+        monkeypatch.setattr(cpu_operations, "for_rows", lambda _, usable=usable: usable)
         calls = [0]
-        monkeypatch.setattr(kernels, "attend_rows", counted(attend, calls))
+        monkeypatch.setattr(cpu_operations, "attend_rows", counted(attend, calls))
         logprobs, gradient = scores_and_gradient(lm, rows)
         assert calls[0] == (lm.config.num_hidden_layers if usable else 0)
         with torch.no_grad():
@@ -191,24 +192,24 @@ def counted(function: Callable[..., Tensor], calls: list[int]) -> Callable[..., 
 
 
 def test_other_numbers_and_odd_sizes_do_not_fit() -> None:
-    assert kernels.fits(torch.empty(3, 5), torch.empty(2, 4, dtype=torch.bfloat16))
-    assert not kernels.fits(torch.empty(3, 4), torch.empty(2, 5, dtype=torch.bfloat16))
-    assert not kernels.fits(torch.empty(3, 4, dtype=torch.float16))
-    assert not kernels.for_one_token(torch.float16)
-    assert not kernels.for_rows(torch.float32)
+    assert cpu_operations.fits(torch.empty(3, 5), torch.empty(2, 4, dtype=torch.bfloat16))
+    assert not cpu_operations.fits(torch.empty(3, 4), torch.empty(2, 5, dtype=torch.bfloat16))
+    assert not cpu_operations.fits(torch.empty(3, 4, dtype=torch.float16))
+    assert not cpu_operations.for_one_token(torch.float16)
+    assert not cpu_operations.for_rows(torch.float32)
 
 
 def test_where_the_source_does_not_compile_it_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler here")
     (tmp_path / "cpp").mkdir()
-    for name in kernels.SOURCES:
+    for name in cpu_operations.SOURCES:
         (tmp_path / "cpp" / name).write_text("no C++")
-    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "kernels.py"))
-    kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
+    monkeypatch.setattr(cpu_operations, "__file__", str(tmp_path / "cpu_operations.py"))
+    cpu_operations.for_one_token.cache_clear(), cpu_operations._compiled.cache_clear()
     try:
         with pytest.warns(UserWarning, match="cpp does not compile, so slower operations of torch are used: .*error: "):
-            assert not kernels.for_one_token(torch.float32)
-        assert not kernels.for_one_token(torch.bfloat16)
+            assert not cpu_operations.for_one_token(torch.float32)
+        assert not cpu_operations.for_one_token(torch.bfloat16)
     finally:
-        kernels.for_one_token.cache_clear(), kernels._compiled.cache_clear()
+        cpu_operations.for_one_token.cache_clear(), cpu_operations._compiled.cache_clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rlhf.cpu import attention
+from rlhf.kernels import attention
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from tests.support import tiny

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from rlhf.cpu import kernels, memory
 from rlhf.distributed import collectives
+from rlhf.kernels import cpu_operations, memory
 
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
 """names of our attention in transformers: this module; the same between compiled layers, with the kernels for packed
@@ -141,7 +141,7 @@ def _one_token_in_triton(device: torch.device) -> OneToken | None:
     try:
         from triton.errors import TritonError
 
-        from rlhf.cpu import one_token_triton
+        from rlhf.kernels import one_token_triton
     except ImportError:
         return None
     try:
@@ -158,26 +158,27 @@ def _one_token_in_triton(device: torch.device) -> OneToken | None:
 
 def _agrees(attend: OneToken, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `attend` is `one_token` on random numbers: rows of unequal length, and one with many keys."""
-    q, k, v = (x.to(device) for x in kernels.random_tensors(dtype, (3, 8, 1, 40), (3, 2, 300, 40), (3, 2, 300, 40)))
+    shapes = (3, 8, 1, 40), (3, 2, 300, 40), (3, 2, 300, 40)
+    q, k, v = (x.to(device) for x in cpu_operations.random_tensors(dtype, *shapes))
     visible = torch.arange(300, device=device) >= torch.tensor([[2], [299], [150]], device=device)
     mask = visible[:, None, None]
-    return kernels.close(attend(q, k, v, mask, 0.2), one_token(q, k, v, mask, 0.2))
+    return cpu_operations.close(attend(q, k, v, mask, 0.2), one_token(q, k, v, mask, 0.2))
 
 
 def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
     """`layout.attend`, on a CPU by the kernel if it supports the arguments."""
     alike = q.is_cpu and q.shape[-1] == k.shape[-1] == v.shape[-1]
-    if alike and kernels.fits(q, k, v) and kernels.for_rows(q.dtype):
-        return kernels.attend_rows(q, k, v, layout.rows.spans, scale)
+    if alike and cpu_operations.fits(q, k, v) and cpu_operations.for_rows(q.dtype):
+        return cpu_operations.attend_rows(q, k, v, layout.rows.spans, scale)
     attended: Tensor | None = layout.attend(q, k, v, scale)
     return attended
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """`one_token` by the kernel, if it supports the arguments."""
-    if mask is None or not kernels.fits(q, k, v):
+    if mask is None or not cpu_operations.fits(q, k, v):
         return one_token(q, k, v, mask, scale)
-    return kernels.attend(q, k, v, mask, scale)
+    return cpu_operations.attend(q, k, v, mask, scale)
 
 
 _attention_with_kernel = partial(attention, single=_attend_one)

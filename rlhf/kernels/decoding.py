@@ -1,6 +1,6 @@
 """Fast decoding of one token per row on a CPU: weights in the memory order of the matrix product and, if layers are
-compiled, one graph for the whole step, with the matrix products and attention of kernels.py; on a GPU with torch's.
-There rlhf/generation/_graphs.py records the step, compiled or not.
+compiled, one graph for the whole step, with the matrix products and attention of cpu_operations.py; on a GPU with
+torch's. There rlhf/generation/_graphs.py records the step, compiled or not.
 
 Measured with a model of 135M in bf16, two cores, 16 rows: the products of a step take half the time (Zen 4), because
 otherwise oneDNN reorders every weight for each product; the graph halves the time of a step (Xeon with AMX).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from rlhf.cpu import attention, compiling, kernels
+from rlhf.kernels import attention, compiling, cpu_operations
 
 Step = Callable[[PreTrainedModel, Tensor, Tensor, Tensor, DynamicCache], Tensor]
 
@@ -31,9 +31,9 @@ def decode_step(lm: PreTrainedModel, step: Step, fixed: bool) -> Iterator[Step]:
     """
     on_cpu = lm.device.type == "cpu"
     if fixed and attention.between_compiled(lm):
-        own_kernels = on_cpu and kernels.for_one_token(lm.dtype)
+        own_kernels = on_cpu and cpu_operations.for_one_token(lm.dtype)
         attend = attention.ONE_TOKEN if own_kernels else attention.NAME
-        layers = _linear_layers(lm, kernels.fits if own_kernels else _sortable)
+        layers = _linear_layers(lm, cpu_operations.fits if own_kernels else _sortable)
         with attention.inside(lm, attend), _multiplying(layers, _KernelLinear if own_kernels else _SortedLinear):
             yield _varying(compiling.compile_as_one_graph(step, _join_products))
     else:
@@ -80,10 +80,10 @@ def _multiplying(layers: list[nn.Linear], kind: type[nn.Linear]) -> Iterator[Non
 
 
 class _KernelLinear(nn.Linear):
-    """Multiplies by `kernels.products`, in a compiled graph."""
+    """Multiplies by `cpu_operations.products`, in a compiled graph."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.products(x, [self.weight], [] if self.bias is None else [self.bias])
+        return cpu_operations.products(x, [self.weight], [] if self.bias is None else [self.bias])
 
 
 class _SortedLinear(nn.Linear):
@@ -105,7 +105,7 @@ def _sortable(weight: Tensor) -> bool:
 
 
 class _SortedProducts:
-    """As `kernels.products`, with weights in the memory order that is best for as many rows as `x` has at first.
+    """As `cpu_operations.products`, with weights in the memory order that is best for as many rows as `x` has at first.
 
     torch's compiler does not support sorted weights, and an operator takes tensors only. So this has the sorted
     weights, by the addresses of the weights, until `clear`; in a compiled graph it is `torch.ops.rlhf.sorted_products`.
@@ -116,7 +116,7 @@ class _SortedProducts:
         self._library = torch.library.Library("rlhf", "FRAGMENT")
         self._library.define("sorted_products(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor")
         self._library.impl("sorted_products", self, "CPU")
-        self._library.impl("sorted_products", kernels.products_shape, "Meta")
+        self._library.impl("sorted_products", cpu_operations.products_shape, "Meta")
 
     def __call__(self, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
         key = tuple(weight.data_ptr() for weight in weights)

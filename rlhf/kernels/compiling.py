@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
-from rlhf.cpu import attention
 from rlhf.errors import UserError
+from rlhf.kernels import attention
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -17,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
-from rlhf.cpu import compiling, kernels
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.generation import loop
 from rlhf.generation._cache import MaskedStaticLayer
+from rlhf.kernels import compiling, cpu_operations
 from rlhf.models.load import load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.plan.compile_choice import FAMILIES
@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> Iterator[str]:
 def test_training_scoring_and_sampling_are_those_of_the_same_model(
     family: str, saved: str, compiler: str, request: pytest.FixtureRequest
 ) -> None:
-    """Of every family that is compiled. C++ of such layers, in bf16: test_kernels.py."""
+    """Of every family that is compiled. C++ of such layers, in bf16: test_cpu_operations.py."""
     if compiler == "traced":
         request.getfixturevalue("traced")
     if family != "llama":
@@ -133,7 +133,7 @@ def test_a_decode_step_is_one_graph_for_all_rollouts(family: str, tmp_path: Path
 
 @pytest.mark.usefixtures("traced")
 def test_without_kernels_a_step_multiplies_by_weights_sorted_again(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("g++") is None or not kernels.for_one_token(torch.float32):
+    if shutil.which("g++") is None or not cpu_operations.for_one_token(torch.float32):
         pytest.skip("no C++ compiler here, or no block products")
     backend = loop.build(loop.Config(eos_token_id=tiny.EOS, pad_token_id=tiny.PAD))
     draws = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
@@ -141,8 +141,8 @@ def test_without_kernels_a_step_multiplies_by_weights_sorted_again(saved: str, m
     compiling.compile_layers(fast)
     for factor, kernel in ((1.0, True), (1.0, False), (1.5, False)):
         if not kernel:
-            monkeypatch.setattr(kernels, "for_one_token", lambda _: False)
-            monkeypatch.setattr(kernels, "products", None)
+            monkeypatch.setattr(cpu_operations, "for_one_token", lambda _: False)
+            monkeypatch.setattr(cpu_operations, "products", None)
         want, rollout = (
             backend(multiplied(lm, factor), tiny.prompts([3, 9, 5]), SamplingOptions(response_length=8), draws)
             for lm in (plain, fast)
@@ -221,7 +221,7 @@ def test_products_of_the_same_states_are_one(saved: str, monkeypatch: pytest.Mon
             backend(lm, tiny.prompts([5, 2]), sampling, None)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             rollout = backend(lm, tiny.prompts([5, 2]), sampling, None)
-        own = compiled and kernels.for_one_token(torch.float32)
+        own = compiled and cpu_operations.for_one_token(torch.float32)
         name = "rlhf::products" if own else "mkldnn::_linear_pointwise"
         counts.append(sum(event.count for event in profiled.key_averages() if event.key == name))
     steps, layers = rollout.mask.shape[1] - 1, lm.config.num_hidden_layers
