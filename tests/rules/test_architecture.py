@@ -1,6 +1,6 @@
 """The rules of the house, read from the source: who may import whom, and how code reads.
 
-A rule that stands in the way is changed here, with the reason in docs/LOG.md.
+A rule that stands in the way is changed here, with the reason in docs/decisions.md.
 """
 
 import ast
