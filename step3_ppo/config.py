@@ -190,9 +190,7 @@ class PtxOptions(SharedOptimizerOptions):
 class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, ScoreOptions, TrainingOptions, RunOptions):
     """Reinforcement learning from scores: models, rewards, lengths and batches of the run."""
 
-    FREE: ClassVar[frozenset[str]] = frozenset(
-        {"rollout_batch_size", "abort_kl", "abort_kl_iterations", "actor", "critic", "reference", "reward_models"}
-    )
+    FREE: ClassVar[frozenset[str]] = frozenset({"rollout_batch_size", "actor", "critic", "reference", "reward_models"})
     NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience", "export_rollouts"})
 
     algorithm: str = "ppo"
@@ -216,11 +214,6 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     """reward_combine uncertain: weight of the variance over the members, which is subtracted from their mean"""
     judge: str | None = None
     """score source for evaluation only; no stage trains on it"""
-    abort_kl: float | None = Field(None, gt=0)
-    """KL of a response, nats, above which abort_kl_iterations iterations in a row end the run (exit code 3); none: no
-    limit"""
-    abort_kl_iterations: int = Field(3, ge=1)
-    """iterations in a row above abort_kl that end the run"""
     critic_warmup_iterations: int = Field(0, ge=0)
     """iterations at the start in which only the critic learns, from the rewards that responses of the unchanged policy
     got (value pretraining); useful with a new value head"""
@@ -285,6 +278,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     @classmethod
     def adopt(cls, values: Tree, source: object) -> Tree:
         """The values of a file that is for another algorithm, without what only that one accepts; a line names it."""
+        values = super().adopt(values, source)
         other = plugins.find(f"{__package__}.algorithms", str(values.get("algorithm", "ppo"))).Config
         foreign = refused(cls, values) - refused(other, values)
         if foreign:

@@ -2,24 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from step3_ppo.config import Step3Config
 
 START = 0.4
 """kl_coef at which a run with a budget starts, over that of the best policy of this KL if scores are normal. The tuned
 constant ones are 0.23 of it in configs/recipes/stories260k-sentiment-cpu.yaml and 0.41 in configs/demo.yaml"""
-RISE = 0.3
-"""share of the run over which the wanted KL rises from 0 to the target"""
 FLOOR = 0.1
-"""share of the target that is added to both KLs, so that noise near 0 does not count as a large ratio"""
-ABOVE, BELOW, BUDGET = (2.0, 24.0), (1.0, 12.0), (2.0, 12.0)
+"""share of the budget that is added to both KLs, so that noise near 0 does not count as a large ratio"""
+AT_ONCE, LASTING = 2.0, 12.0
 """how far an error of 1 moves the logarithm of the coefficient: at once, and if it lasts for the whole run. 12 are a
-factor of 36 in 0.3 of the run. Below the wanted KL they are smaller: a policy that ran away at a low coefficient
-comes back slowly, if at all; one that is held back loses little. With a budget, whose start is measured, they are
-alike, so that noise pulls neither way"""
+factor of 36 in 0.3 of the run. They are alike in both directions, so that noise pulls neither way"""
 
 
 class KLOptions(Step3Config):
@@ -27,27 +22,10 @@ class KLOptions(Step3Config):
 
     kl_coef: float = Field(0.05, ge=0)
     """weight of the KL to the reference, in the per-token reward or (grpo) in the loss"""
-    kl_target: float | None = Field(None, gt=0)
-    """KL of a response, nats, to which the run is steered by changing kl_coef in each iteration; none: kl_coef is
-    constant"""
     kl_budget: float | None = Field(None, gt=0)
     """KL of a response, nats, that the run spends: kl_coef starts at what the spread of the scores says, and is changed
-    in each iteration so that the KL reaches the budget at the end; keep_best skips policies above it. In place of
-    kl_coef, which has no effect then, and of kl_target and abort_kl; none: no budget"""
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_coef 0: expected more than 0 with kl_target, which multiplies it")
-        return self
-
-    @model_validator(mode="after")
-    def _budget_is_alone(self) -> Self:
-        for name in ("kl_target", "abort_kl") if self.kl_budget is not None else ():
-            value = getattr(self, name)
-            if value is not None:
-                raise ValueError(f"kl_budget {self.kl_budget:g}: expected no {name}, got {value:g}; leave one out")
-        return self
+    in each iteration so that the KL reaches the budget at the end; keep_best skips policies above it. kl_coef has no
+    effect then; none: no budget"""
 
     def score_scale(self, deviation: float) -> float:
         """The standard deviation over responses of what the algorithm weighs against the KL. deviation: of the scores,
@@ -56,29 +34,23 @@ class KLOptions(Step3Config):
 
 
 class KLController:
-    """The coefficient of an iteration; `observe` moves it so that the KL follows the wanted one.
+    """The coefficient of an iteration. It is `kl_coef`, or `observe` moves it so that the KL follows the wanted one.
 
     A proportional and integral controller of the coefficient's logarithm (A. Stooke et al., arXiv 2007.03964, have it
-    for the multiplier of a constraint). kl is in units of the target or budget, t the share of the run that is past:
+    for the multiplier of a constraint). kl is in units of the budget, t the share of the run that is past:
 
+        wanted = clip(kl, (1 - (1 - t)^2)^2, 1 - (1 - t)^4)
         e      = clip(log((kl + FLOOR) / (wanted + FLOOR)), -1, 1)
-        base  *= exp(min(1, i / iterations) * e);   kl_coef = base * exp(p * e)
+        base  *= exp(min(1, LASTING / iterations) * e);   kl_coef = base * exp(AT_ONCE * e)
 
-    With a target, wanted = min(1, t / RISE)^2, (p, i) = ABOVE if e > 0 else BELOW, and base starts at `kl_coef`. The KL
-    of a run starts at 0. If the target itself were wanted from the start, the coefficient would fall until the KL is
-    near it, and the policy would run past it. The wanted KL rises as that of a policy that moves evenly, whose KL grows
-    with the square of the distance: a coefficient that is too low shows while the policy is still near.
+    e is 0 between the two curves. There runs with a constant coefficient come to their last KL: those that a small
+    learning rate holds back near the lower one, the square of the travel at a rate that falls linearly, as the KL is
+    near the reference. So a coefficient that is right is left alone until the end, where the curves meet. The best
+    policy is proportional to pi_ref * exp(score / kl_coef); for normal scores of deviation s its KL is
+    s^2 / (2 kl_coef^2). base starts at START times the coefficient that makes this the budget. Until scores differ it
+    is 0. Above the wanted KL and below the budget `base` stays: it would grow until the penalty drowns the score.
 
-    With a budget, every KL from (1 - (1 - t)^2)^2 to 1 - (1 - t)^4 is wanted: e is 0 there, and counts from the
-    nearer end elsewhere; (p, i) = BUDGET. Between these curves runs with a constant coefficient come to their last KL:
-    those that a small learning rate holds back near the lower one, the square of the travel at a rate that falls
-    linearly, as the KL is near the reference. So a coefficient that is right is left alone until the end, where the
-    curves meet. The best policy is proportional to pi_ref * exp(score / kl_coef); for normal scores of deviation s its
-    KL is s^2 / (2 kl_coef^2). base starts at START times the coefficient that makes this the budget. Until scores
-    differ it is 0.
-
-    Above the wanted KL and below the target `base` stays: it would grow until the penalty drowns the score. The
-    coefficient is 0 and stays 0 without options: the algorithm's Config is not a `KLOptions`.
+    The coefficient is 0 and stays 0 without options: the algorithm's Config is not a `KLOptions`.
     """
 
     def __init__(self, options: KLOptions | None) -> None:
@@ -100,59 +72,42 @@ class KLController:
         o = self._options
         if o is None:
             return "lower --total-episodes"
-        return (
-            "raise --kl-coef" if self.target is None else f"lower --kl-{'target' if o.kl_budget is None else 'budget'}"
-        )
+        return "raise --kl-coef" if o.kl_budget is None else "lower --kl-budget"
 
     @property
-    def target(self) -> float | None:
-        """The budget or the target, nats; None: the coefficient is constant."""
-        return None if self._options is None else self._options.kl_budget or self._options.kl_target
+    def budget(self) -> float | None:
+        """KL of a response, nats; None: the coefficient is constant."""
+        return None if self._options is None else self._options.kl_budget
 
     def observe(self, kl: float, score_deviation: float, iteration: int) -> None:
         """With the rollout of an iteration, which has a number from 0 without those in which only the critic learns.
 
         kl: mean over its responses of the KL summed over a response, nats. score_deviation: over its responses
         """
-        o, target = self._options, self.target
-        if o is None or target is None:
+        o, budget = self._options, self.budget
+        if o is None or budget is None:
             return
         assert math.isfinite(kl), f"the KL is {kl}"
-        if self._base == 0:  # with a budget, until scores differ
-            self._base = START * o.score_scale(score_deviation) / math.sqrt(2 * target)
+        if self._base == 0:  # until scores differ
+            self._base = START * o.score_scale(score_deviation) / math.sqrt(2 * budget)
         iterations = max(1, o.total_episodes // o.batch_size - o.critic_warmup_iterations)
-        wanted_at, above, below = (_rising, ABOVE, BELOW) if o.kl_budget is None else (_between, BUDGET, BUDGET)
-        lowest, highest = wanted_at(iteration / iterations)
-        wanted = min(max(kl / target, lowest), highest)
-        ratio = (kl / target + FLOOR) / (wanted + FLOOR)
+        left = 1 - iteration / iterations
+        wanted = min(max(kl / budget, (1 - left**2) ** 2), 1 - left**4)
+        ratio = (kl / budget + FLOOR) / (wanted + FLOOR)
         error = min(max(math.log(ratio), -1.0), 1.0) if ratio > 0 else -1.0  # an estimate may be below 0
-        at_once, lasting = above if error > 0 else below
-        if error < 0 or kl > target:
-            self._base *= math.exp(min(1.0, lasting / iterations) * error)
-        self.coef = self._base * math.exp(at_once * error)
+        if error < 0 or kl > budget:
+            self._base *= math.exp(min(1.0, LASTING / iterations) * error)
+        self.coef = self._base * math.exp(AT_ONCE * error)
 
     def admits(self, evaluation: Mapping[str, float]) -> bool:
         """Whether the KL on held-out prompts is within the budget, or above it by less than its 95 % interval."""
-        budget = None if self._options is None else self._options.kl_budget
-        return budget is None or evaluation["eval_kl"] - evaluation["eval_kl_ci95"] <= budget
+        return self.budget is None or evaluation["eval_kl"] - evaluation["eval_kl_ci95"] <= self.budget
 
     def state_dict(self) -> dict[str, float]:
         """The coefficient, what it is computed from, and the coefficient in the options."""
         return {"kl_coef": self.coef, "kl_base": self._base, "first_kl_coef": self._first}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Resume from `state`. If the coefficient in the options has changed, use the new one."""
-        if state["first_kl_coef"] == self._first:
+        """Resume from `state`. A constant coefficient is that of the options."""
+        if self.budget is not None and state["first_kl_coef"] == self._first:
             self.coef, self._base = state["kl_coef"], state["kl_base"]
-
-
-def _rising(past: float) -> tuple[float, float]:
-    """The lowest and the highest wanted KL, over the target, when the share `past` of the run is over."""
-    rise = min(1.0, past / RISE) ** 2
-    return rise, rise
-
-
-def _between(past: float) -> tuple[float, float]:
-    """The same over the budget."""
-    travel = 1 - (1 - past) ** 2
-    return travel**2, 1 - (1 - past) ** 4

@@ -81,7 +81,7 @@ class Learner:
     def steer(self, iteration: Iteration, rollout: ScoredRollout) -> Iteration:
         """The iteration with its coefficient of the KL, which follows from the KL of its own shaped rollout."""
         # The policy of a warm-up is still the reference.
-        if self.kl.target is not None and not iteration.pretrains_critic:
+        if self.kl.budget is not None and not iteration.pretrains_critic:
             kl, deviation = kl_and_deviation(rollout)
             self.kl.observe(kl, deviation, iteration.number - self.config.critic_warmup_iterations)
         return replace(iteration, kl_coef=self.kl.coef)

@@ -27,7 +27,6 @@ from rlhf.training.run import Run, open_run
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.config import STAGE, Step3Config
-from step3_ppo.guard import KLGuard
 from step3_ppo.heldout import (
     Evaluation,
     at_start,
@@ -203,9 +202,8 @@ def run(config: Step3Config) -> None:
         adapter = saved_adapter(config, str(config.actor_model))
         save_actor = partial(save_policy, learner.actor, adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
-        schedule, watch = Schedule(len(prompts), config), Watch(dtype, learner.kl.target, learner.kl.closer)
-        guard = KLGuard(config.abort_kl, config.abort_kl_iterations, learner.kl.closer)
-        observers: dict[str, Numbers] = {"schedule": schedule, "watch": watch, "guard": guard}
+        schedule, watch = Schedule(len(prompts), config), Watch(dtype, learner.kl.budget, learner.kl.closer)
+        observers: dict[str, Numbers] = {"schedule": schedule, "watch": watch}
         best, copies = None, dict[str, WeightsCopy]({} if learner.ema is None else {"ema": learner.ema})
         if config.keep_best is not None:
             copies["best"] = weights = BestWeights(learner.actor)
@@ -225,7 +223,7 @@ def run(config: Step3Config) -> None:
             config.eval_every, total, stage.done, unchanged=config.critic_warmup_iterations
         )
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
-        stage.run_loop(guard.guarded(steps, stage.done), total, ("score", "kl", "response_length"), watch)
+        stage.run_loop(steps, total, ("score", "kl", "response_length"), watch)
         show_samples(held_out.before, held_out.after, config.sample_rows)
         metrics = held_out.results()
         if best is not None and best.step:

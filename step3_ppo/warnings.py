@@ -33,8 +33,8 @@ EQUAL_ADVANTAGES = 1e-6
 """standard deviation of the advantages (before whitening) or of the scores"""
 COLLAPSED = 0.1
 """held-out distinct pairs of tokens, as a share of those before training"""
-OVER_TARGET = 1.5
-"""KL that is too much, over the target or budget for it"""
+OVER_BUDGET = 1.5
+"""KL that is too much, over the budget for it"""
 OVER_OPTIMISED = 0.2
 """held-out score below its best, as a share of its gain"""
 
@@ -80,12 +80,12 @@ class Rule:
 class Watch:
     """The iterations so far, and the conditions that hold."""
 
-    def __init__(self, dtype: str = "fp32", kl_target: float | None = None, closer: str = "raise --kl-coef") -> None:
-        """dtype: fp32, bf16 or fp16, in which the policy computes. kl_target: the KL that is wanted at the end, nats.
+    def __init__(self, dtype: str = "fp32", kl_budget: float | None = None, closer: str = "raise --kl-coef") -> None:
+        """dtype: fp32, bf16 or fp16, in which the policy computes. kl_budget: the KL that is wanted at the end, nats.
         closer: the advice of `KLController`"""
         self._closer = closer
         limits = FP32 if dtype == "fp32" else LOW_PRECISION
-        self._limits = replace(limits, kl_limit=max(limits.kl_limit, OVER_TARGET * (kl_target or 0.0)))
+        self._limits = replace(limits, kl_limit=max(limits.kl_limit, OVER_BUDGET * (kl_budget or 0.0)))
         self._rows: list[Mapping[str, float]] = []
         self._absent: dict[str, int] = {}  # of each rule that has warned: times in a row that it does not hold
 

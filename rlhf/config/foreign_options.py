@@ -1,10 +1,12 @@
 """Options of DeepSpeed-Chat, TRL, transformers, OpenRLHF and LLaMA-Factory, and earlier ones of this project, with
 their names here: those that people type. foreign_options.txt has them. Torch-free."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 VIRTUAL_TOKENS = (
     "no virtual tokens: they cannot be merged into a model, which the next stages and other programs load; "
@@ -36,13 +38,26 @@ def plain(name: str) -> str:
     return re.sub(r"[\s-]+", "_", name.strip().lower())
 
 
+def _rows() -> Iterator[tuple[str, str, str]]:
+    """(name, names here, note) of each name in foreign_options.txt; an option that is gone is `name=default`."""
+    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+        if line and line[0] != "#":
+            names, options, note = line.split("|")
+            yield from ((name, options.strip(), note.strip()) for name in names.split())
+
+
 @cache
 def foreign() -> Mapping[str, tuple[str, str]]:
     """By the name of an option in another project: its names in this project, of which the first that a program has
     applies (none for what needs no option here), and a note on the difference."""
-    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
-    rows = [line.split("|") for line in text.splitlines() if line and line[0] != "#"]
-    return {name: (options.strip(), note.strip()) for names, options, note in rows for name in names.split()}
+    return {name.partition("=")[0]: (options, note) for name, options, note in _rows()}
+
+
+@cache
+def gone() -> Mapping[str, Any]:
+    """By the name in a file of each option that is gone: its default, with which a run was as one without it now."""
+    pairs = (name.partition("=") for name, _, _ in _rows() if "=" in name)
+    return {name.replace("-", "_"): json.loads(default) for name, _, default in pairs}
 
 
 def answer(name: str, available: Sequence[str]) -> str:

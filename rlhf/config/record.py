@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal, TypeGuard, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
+from rlhf.config.foreign_options import gone
+
 Tree = dict[str, Any]
 """What a YAML or JSON file has by key: options, settings of another library, a manifest, a report, a row of JSON lines.
 Its values are open, because the file decides them: who reads a key knows or checks what is there."""
@@ -37,8 +39,13 @@ class Config(BaseModel):
 
     @classmethod
     def adopt(cls, values: Tree, source: object) -> Tree:
-        """The plain values of a file, without those that a section leaves out."""
-        adopted = dict(values)
+        """The plain values of a file, without those that a section leaves out, and without options that are gone and
+        had their default."""
+        adopted = {
+            name: value
+            for name, value in values.items()
+            if name in cls.model_fields or name not in gone() or value != gone()[name]
+        }
         for name, field in cls.model_fields.items():
             section = field.annotation
             if is_record(section) and isinstance(values.get(name), dict):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rlhf import console, plugins
 from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
+from rlhf.config.foreign_options import gone
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.distributed.rendezvous import VISIBLE_S, wait_until
@@ -53,6 +54,9 @@ def stage_status(
         return "interrupted" if checkpoints.exist(directory) else "new"
     digests = {name: manifests.manifest_digest(path) for name, path in inputs.items()}
     inputs_then = {name: entry["manifest_sha256"] for name, entry in manifest["inputs"].items()}
+    if not finished:
+        for name, value in _gone(manifest["config"], options):
+            console.say(f"note: {directory} resumes without {name} {value}, an option of before")
     changed = _changed(manifest, options, inputs_then, digests)
     longer = finished and _is_longer(directory, changed, options)
     _require_same_options(directory, finished and not longer, changed, options, manifest)
@@ -104,6 +108,13 @@ def _changed(
         if same_digest or _same_model(*changed[name]):
             del changed[name]
     return changed
+
+
+def _gone(config_then: Tree, options: RunOptions) -> Iterator[tuple[str, object]]:
+    """The options that had an effect then, and are gone."""
+    for name, default in gone().items():
+        if name not in type(options).model_fields and config_then.get(name, default) != default:
+            yield name, config_then[name]
 
 
 def _of_results(config: Mapping[str, object], options: RunOptions) -> Tree:

@@ -93,7 +93,6 @@ RL: dict[str, Any] = {
     "use_score_norm": True,
     "score_clip": 1.3,
     "kl_coef": 0.2,
-    "kl_target": 0.5,
     "kl_estimator": "k3",
     "gamma": 0.9,
     "lam": 0.8,
@@ -152,8 +151,6 @@ STEP3: Table = {
     "temperature": [1.7],
     "rollout_batch_size": [2],
     "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
-    "abort_kl": [alone(1.2, abort_kl_iterations=1, total_episodes=32, num_ppo_epochs=1)],
-    "abort_kl_iterations": [alone(2, abort_kl=0.6, total_episodes=32, num_ppo_epochs=1)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
     "entropy_coef": [0.3],
     **{name: [alone(value, **PTX)] for name, value in PTX.items()},
@@ -180,10 +177,9 @@ STEP3: Table = {
 CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3], "loss_aggregation": ["sequence"], "tis_cap": [0.6]}
 KL: Table = {"kl_coef": [0.6]}
 STEERED: Table = {
-    "kl_target": [alone(0.6, total_episodes=24)],
-    "kl_budget": [alone(0.6, total_episodes=24, kl_target=None, kl_coef=0.05)],
+    "kl_budget": [alone(0.6, total_episodes=24, kl_coef=0.05)],
 }
-"""near the KL of the last iteration but one: e times further away, all targets steer alike. One controller steers
+"""near the KL of the last iteration but one: e times further away, all budgets steer alike. One controller steers
 every algorithm: PPO has its case."""
 
 GAE: Table = {"gamma": [0.4], "lam": [0.3], "whiten_advantages": [False]}
@@ -274,8 +270,8 @@ def bundles() -> list[Bundle]:
 
 
 JOINT = {
-    "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "abort_kl",
-    "ptx_coef", "vf_coef", "kl_target",
+    "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "ptx_coef",
+    "vf_coef", "kl_budget",
 }  # fmt: skip
 """options with a run of their own whose numbers ranks make together"""
 

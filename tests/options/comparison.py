@@ -59,10 +59,6 @@ class Comparison:
         for name, weight in weights.items():
             self._require(name, float((weight - self.observed.weights[name]).abs().max()))
 
-    def broken_off(self) -> None:
-        """The run ended with an error, after as many steps as were predicted."""
-        assert self.observed.error and self._steps == len(self.observed.metrics), f"{len(self.observed.metrics)} steps"
-
     def _numbers(self, of: str, metrics: Mapping[str, float], logged: Mapping[str, float]) -> None:
         assert set(metrics) <= set(logged), f"{of} has no {', '.join(set(metrics) - set(logged))}"
         for name, value in metrics.items():

@@ -161,12 +161,9 @@ def value_loss(o: dict[str, Any], new: Tensor, t: Tokens) -> tuple[Tensor, dict[
 class Steering:
     """The KL coefficient of each iteration from its own rollout, by the closed form of its controller.
 
-    log kl_coef = log kl_coef_1 + sum_i min(1, g_i/N) e_i + (2 or 1) e_n, 2 if e_n > 0, with e = log of
-    (KL + target/10) / (wanted + target/10), within +-1, and g = 12 if e < 0, 24 if KL > target, else 0. From the first
-    iteration on, where it is 0, the wanted KL rises for 0.3 N iterations to the target, with their square.
-
-    With a budget B, g is 12 or 0, the factor of e_n is 2, kl_coef_1 is 0.4 deviation / sqrt(2 B), and
-    after n of N iterations all KLs from (1 - (1 - n/N)^2) B to (1 - (1 - n/N)^4) B are wanted.
+    log kl_coef = log kl_coef_1 + sum_i min(1, g_i/N) e_i + 2 e_n, with e = log of (KL + B/10) / (wanted + B/10), within
+    +-1, for a budget B, and g = 12 if e < 0 or KL > B, else 0. kl_coef_1 is 0.4 deviation / sqrt(2 B). After n of N
+    iterations all KLs from (1 - (1 - n/N)^2)^2 B to (1 - (1 - n/N)^4) B are wanted.
     """
 
     def __init__(self, o: dict[str, Any]) -> None:
@@ -177,25 +174,19 @@ class Steering:
     def coef(self) -> float:
         if not self.errors:
             return self.first
-        last = self.errors[-1]
-        at_once = 2 if last > 0 or self.o["kl_budget"] is not None else 1
-        return self.first * math.exp(math.fsum(self.lasting) + at_once * last)
+        return self.first * math.exp(math.fsum(self.lasting) + 2 * self.errors[-1])
 
     def observe(self, kl_of_responses: float, scores: Row) -> None:
-        target, budget = (self.o.get(name) for name in ("kl_target", "kl_budget"))
-        if target is None and budget is None:
+        budget, done = self.o.get("kl_budget"), len(self.errors)
+        if budget is None:
             return
-        target, done = target or budget, len(self.errors)
-        wanted = target * min(1.0, done / (0.3 * self.iterations)) ** 2
-        if budget is not None:
-            left = 1 - done / self.iterations
-            wanted = sorted([budget * (1 - left**2) ** 2, kl_of_responses, budget * (1 - left**4)])[1]
-            if not self.errors:
-                deviation = torch.tensor(scores, dtype=torch.float64).std(correction=0).item()
-                self.first = 0.4 * deviation / math.sqrt(2 * budget)
-        ratio = (kl_of_responses + target / 10) / (wanted + target / 10)
+        left = 1 - done / self.iterations
+        wanted = sorted([budget * (1 - left**2) ** 2, kl_of_responses, budget * (1 - left**4)])[1]
+        if not self.errors:
+            deviation = torch.tensor(scores, dtype=torch.float64).std(correction=0).item()
+            self.first = 0.4 * deviation / math.sqrt(2 * budget)
+        ratio = (kl_of_responses + budget / 10) / (wanted + budget / 10)
         error = min(1.0, max(-1.0, math.log(ratio))) if ratio > 0 else -1.0
-        gain = 12 if error < 0 or budget is not None else 24
         self.errors.append(error)
-        lasts = error < 0 or kl_of_responses > target
-        self.lasting.append(error * min(1.0, gain / self.iterations) if lasts else 0.0)
+        lasts = error < 0 or kl_of_responses > budget
+        self.lasting.append(error * min(1.0, 12 / self.iterations) if lasts else 0.0)

@@ -79,7 +79,7 @@ class Reinforcement:
     def run(self) -> None:
         o, best_at, networks = self.o, [], dict[str, Network]()
         before = after = self.evaluate()
-        best, waited, beyond = -math.inf, 0, 0
+        best, waited = -math.inf, 0
         for iteration, indices in enumerate(self.prompt_batches(), start=1):
             metrics = self.iterate(iteration, indices)
             if iteration == self.iterations or (o["eval_every"] and iteration % o["eval_every"] == 0):
@@ -91,9 +91,6 @@ class Reinforcement:
                     best_at.append(iteration - 1)
                     networks["best"] = self.actor.network.copy()
             self.comparison.step(metrics)
-            beyond = beyond + 1 if o["abort_kl"] is not None and metrics["kl"] > o["abort_kl"] else 0
-            if beyond >= o["abort_kl_iterations"]:
-                return self.comparison.broken_off()
             if o["patience"] is not None and waited >= o["patience"]:
                 break
         assert next(self.rollouts, None) is None and next(self.batches, None) is None, "the run went on"

@@ -62,7 +62,7 @@ def test_every_option_has_a_case() -> None:
     """Of options that every algorithm has, or that a room below the algorithms reads, one is asked."""
     classes = (cases.config_class(name if name not in ALGORITHMS else "step3_ppo", name) for name in cases.TABLES)
     free = frozenset().union(*(options.declared("FREE") for options in classes))
-    exempt = free - {"max_bad_steps", "abort_kl", "abort_kl_iterations", *SPEED_ALONE}
+    exempt = free - {"max_bad_steps", *SPEED_ALONE}
     exempt = exempt | TEXT_AND_PLACES | OF_THE_ROWS | TESTED_ELSEWHERE | HELD | REPORTED
     of_all = set.intersection(*map(fields, ALGORITHMS))
     for name, table in cases.TABLES.items():

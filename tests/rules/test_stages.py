@@ -42,7 +42,7 @@ def words_of_stages(source: str) -> Iterator[tuple[int, str]]:
         yield from ((getattr(node, "lineno", 0), word) for word in words & options_of_stages())
 
 
-SOURCES = ("'step1_sft'", "# as step2_reward", "c.kl_target", "'lower --ptx-coef'", "x['whiten_advantages']")
+SOURCES = ("'step1_sft'", "# as step2_reward", "c.kl_budget", "'lower --ptx-coef'", "x['whiten_advantages']")
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -1,5 +1,6 @@
 """Options of other libraries are refused with the name that they have here."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rlhf.chain.options import chain_config
 from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import Config, option_names, parser
-from rlhf.config.foreign_options import answer, foreign
+from rlhf.config.foreign_options import answer, foreign, gone
 from rlhf.errors import UserError
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.evaluation.pairs import PairsConfig
@@ -60,7 +61,7 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
         (CHAIN, "--ppo.safety_threshold", "remove it: docs/rewards.md has the rule as a file"),
         (RewardConfig, "--centering", "here --objective; for example pairwise,centering=0.01"),
         (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
-        (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-target makes it adaptive"),
+        (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-budget makes it adaptive"),
         (CHAIN, "--model", "here --actor-model"),
         (EvaluateRewardConfig, "--model", "here --models"),
         (EvaluateConfig, "--model", "here --policies"),
@@ -84,6 +85,18 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
             parser.parse(CHAIN, ["--config", str(file)], "", "")
         cure = refusal(CHAIN, f"--{option}").partition("': ")[2].removesuffix("; see --help")
         assert str(refused.value) == f"{file}: no option '{key.replace('-', '_')}': {cure}"
+
+
+def test_a_file_of_before_may_have_the_default_of_what_is_gone(tmp_path: Path) -> None:
+    """At the top and in a section; another value gets the answer."""
+    file = tmp_path / "before.yaml"
+    for name, default in gone().items():
+        value = json.dumps(default)
+        file.write_text(f"{name}: {value}\nppo: {{{name}: {value}}}\n")
+        assert parser.parse(CHAIN, ["--config", str(file)], "", "") == parser.parse(CHAIN, [], "", "")
+        file.write_text(f"ppo: {{{name}: 1.5}}")
+        with pytest.raises(UserError, match=f"no option 'ppo.{name}': "):
+            parser.parse(CHAIN, ["--config", str(file)], "", "")
 
 
 def test_what_no_library_has_gets_no_answer() -> None:

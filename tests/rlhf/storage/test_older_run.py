@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.config import Tree
 from rlhf.errors import UserError
-from rlhf.storage import manifests
+from rlhf.storage import disk, manifests
 from tests.support import forked
 
 RUN = Path(__file__).parents[2] / "support" / "older_run"
@@ -53,14 +54,30 @@ def test_a_checkpoint_is_resumed_and_the_version_said(older: Path) -> None:
     assert "resumes after step 1" in ran.stdout and "wrote interrupted/step1_sft/model" in ran.stdout
 
 
+def rewrite(checkpoint: Path, state: Tree, config: Tree) -> None:
+    """The checkpoint with this state, and with these options beside its own."""
+    disk.write_json(checkpoint.parent / "state.json", state)
+    manifest = json.loads(checkpoint.read_text())
+    manifest["files"]["state.json"] = manifests.digest(checkpoint.parent / "state.json")
+    manifests.write_manifest(checkpoint, manifest | {"config": manifest["config"] | config})
+
+
+def test_what_is_gone_stays_behind(older: Path) -> None:
+    """The states of observers in a checkpoint, an option there, and its default in config.yaml."""
+    path = older / CHECKPOINT
+    state = json.loads((path.parent / "state.json").read_text())
+    rewrite(path, state | {"guard": {"count": 1, "kl": 9.0}}, {"kl_target": 2.0, "abort_kl": None})
+    ran = train(older, "--config", "interrupted/step1_sft/config.yaml", "--output-dir", "interrupted")
+    assert ran.returncode == 0, ran.stderr
+    assert "note: interrupted/step1_sft resumes without kl_target 2.0, an option of before" in ran.stdout
+    assert "abort_kl" not in ran.stdout and "resumes after step 1" in ran.stdout
+
+
 def test_a_checkpoint_that_lacks_a_number_names_the_version(older: Path) -> None:
     path = older / CHECKPOINT
     state = json.loads((path.parent / "state.json").read_text())
     del state["batches"]["row"]
-    (path.parent / "state.json").write_text(json.dumps(state))
-    manifest = json.loads(path.read_text())
-    manifest["files"]["state.json"] = manifests.digest(path.parent / "state.json")
-    path.write_text(json.dumps(manifest | {"sha256": manifests.content_digest(manifest)}))
+    rewrite(path, state, {})
     ran = train(older, "--output-dir", "interrupted")
     assert "the stage cannot resume from it (KeyError('row')); another version of rlhf-pipeline wrote it" in ran.stderr
 

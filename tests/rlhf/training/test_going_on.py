@@ -33,7 +33,7 @@ DEMONSTRATIONS = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind
 EVERYTHING: dict[str, Any] = {
     "total_episodes": 40,  # 5 iterations
     "num_mini_batches": 2,
-    **{"kl_target": 1.0, "use_score_scaling": True, "score_clip": 3.0, "abort_kl": 1e4},
+    **{"kl_budget": 1.0, "use_score_scaling": True, "score_clip": 3.0},
     **{"ema_decay": 0.5, "ptx_coef": 0.5, "ptx_batch_size": 8, "entropy_coef": 0.01, "critic_warmup_iterations": 1},
     **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True},
     **{"report_to": ("tensorboard",), "sample_rows": 1},

@@ -178,7 +178,7 @@ FREE = {
     **{"sample_rows": 9, "report_to": ("tensorboard",), "save_every": 7, "save_minutes": 1.0, "keep": 5},
     "keep_last_checkpoint": True,
     **{"micro_batch_size": 2, "zero_stage": 3, "offload_optimizer": True, "gradient_checkpointing": True},
-    **{"timeout_s": 60.0, "data_workers": 3, "max_bad_steps": 9, "abort_kl": 20.0, "rollout_batch_size": 3},
+    **{"timeout_s": 60.0, "data_workers": 3, "max_bad_steps": 9, "rollout_batch_size": 3},
     "actor": {"zero_stage": 2},
 }
 NOTED = {"total_episodes": 64, "eval_every": 3, "patience": 4, "export_rollouts": True}
