@@ -22,7 +22,6 @@ from step3_ppo.resolved import (
     needs_critic,
     uses_reward_model,
 )
-from step3_ppo.schedule import iterations
 
 
 def workload(
@@ -40,10 +39,8 @@ def workload(
         rows=config.rollout_batch_size,
         prompt=config.max_prompt_length,
         response=config.response_length,
-        epochs=config.num_ppo_epochs,
         minibatches=config.num_mini_batches,
         share=generation.options(config.rollout_backend, eos_token_id=0, pad_token_id=0).device_share(),
-        rescores=config.rescore,
     )
     copies = int(config.ema_decay is not None) + int(config.keep_best is not None)
     return Workload(
@@ -57,7 +54,6 @@ def workload(
         rollout=rollout,
         averages=copies,
         models_written=copies,
-        iterations=iterations(config),
         eval_rows=config.eval_rows,
         note=f"evaluation: {power(min(config.eval_samples, config.max_eval_rows))}" if config.max_eval_rows else "",
     )

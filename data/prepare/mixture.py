@@ -3,7 +3,6 @@
 A data path is written `[source[,option=value]:]path[=weight]`.
 """
 
-import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -165,23 +164,3 @@ def origins_of_other_phases(
         other_origins = [open_origin(path) for path in options.data_path] + [open_origin(path, "only") for path in only]
         origins += [(other_phase, origin) for origin in other_origins if other_phase != phase and origin.weight != 0]
     return origins
-
-
-def expected_rows(options: DataOptions, phase: Phase) -> int:
-    """About how many rows an epoch of the phase has, by its share of the files; 0 if they are not all files here."""
-    counts = [_rows_of_file(path, phase) for path in options.data_path]
-    if not all(counts):
-        return 0
-    share = options.data_split[PHASES.index(phase)] / sum(options.data_split) * (1 - options.eval_fraction)
-    return min(round(sum(counts) * share), options.max_train_rows or sum(counts))
-
-
-@functools.cache
-def _rows_of_file(data_path: str, phase: Phase) -> int:
-    _, path, weight = parse_data_path(data_path)
-    if weight is not None or not Path(path).expanduser().is_file():
-        return 0
-    try:
-        return sum(isinstance(row, Row) for row in open_origin(data_path).rows(phase))
-    except UserError:
-        return 0  # the stage says it

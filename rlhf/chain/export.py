@@ -69,7 +69,7 @@ def between(reference: str, policy: str, at: float, out: Path) -> None:
     """Write the policy whose weights are reference + at * (policy - reference).
 
     On the line the reward for a nat of KL stays about what it is at its end, so that one run gives a whole frontier
-    (at 0.3 to 1.6 of the way, one world and one seed: docs/results/efficiency.md; arXiv 2109.01903 has the line for fine-tuning).
+    (docs/results/efficiency.md; arXiv 2109.01903 has the line for fine-tuning).
     Raises: UserError for adapters, models of other shapes, or if `out` is not empty.
     """
     from rlhf.hub.untrusted import is_adapter

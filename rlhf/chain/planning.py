@@ -2,12 +2,9 @@
 
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from data.prepare.mixture import expected_rows
-from data.read.records import Phase
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
@@ -41,34 +38,33 @@ def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, 
 
 
 def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
-    """The text of `--plan`: memory, time and disk of every stage, and the command of the fastest setting that fits.
+    """The text of `--plan`: memory and disk of every stage, and a command that fits. If no setting of the options fits,
+    one with adapters is looked for, then one with adapters on a shared base model.
 
     program, argv: the command as typed
     """
     stages, model_paths = workloads(chain)
-    stages = {section: (options, _with_rows(section, function)) for section, (options, function) in stages.items()}
     plans = plan_stages(stages, chain, processes, model_paths)
+    text = format_plans(plans)
+    for trunk in (False, True):
+        if all(plan.proposal is not None for plan in plans):
+            break
+        trial = {section: (_with_adapter(options, trunk), work) for section, (options, work) in stages.items()}
+        plans = plan_stages(trial, chain, processes, model_paths)
     named = zip(stages, plans, strict=True)
     proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
     if len(proposals) < len(plans):
-        return format_plans(plans)
+        return text
     words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
     words += _deployment(chain, chain.devices or processes)
     words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
-    return f"{format_plans(plans)}\n\nthe fastest setting that fits:\n{' '.join(filter(None, words))}"
+    return f"{text}\n\na command that fits:\n{' '.join(filter(None, words))}"
 
 
-def _with_rows(section: str, function: Callable[..., Workload]) -> Callable[..., Workload]:
-    """The workload function of a stage, with the rows of the user's own files where epochs are over rows."""
-
-    def counted(options: Any, *others: Any) -> Workload:
-        work = function(options, *others)
-        if section == "ppo" or getattr(options, "objective", "response") == "text":
-            return work
-        phase: Phase = "sft" if section == "sft" else "reward"
-        return replace(work, rows=options.num_train_epochs * expected_rows(options, phase))
-
-    return counted
+def _with_adapter(options: Any, trunk: bool) -> Any:
+    """The options with LoRA, if they name no adapter. trunk: whether all models share their base"""
+    update = {"adapter": options.adapter or "lora", "share_trunk": trunk or options.share_trunk}
+    return options.model_copy(update=update)
 
 
 def _deployment(chain: Any, devices: int) -> list[str]:
@@ -93,7 +89,7 @@ def _without_plan(argv: list[str]) -> list[str]:
 
 
 def resolve_zero_stages(chain: Any, processes: int) -> Any:
-    """Replace `--zero-stage auto` by the fastest setting that fits, and print it. Raises: UserError if none fits."""
+    """Replace `--zero-stage auto` by the first setting that fits, and print it. Raises: UserError if none fits."""
     stages, model_paths = workloads(chain)
     resolved = {
         section: resolve_zero_stage(options, workload, chain, processes, model_paths)

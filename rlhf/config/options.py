@@ -118,7 +118,7 @@ class EngineOptions(Config):
     Turing GPUs (V100, T4), else fp32. Master weights, sums of gradients and score heads are always fp32"""
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 1
     """what ZeRO shards over the ranks: 0 nothing (in bf16 and fp16 as 1), 1 optimizer state, 2 also gradients, 3 also
-    weights; auto = the fastest setting that fits, with offloading, gradient checkpointing and fewer rows at once if
+    weights; auto = the first setting that fits, with offloading, gradient checkpointing and fewer rows at once if
     needed (--plan shows it)"""
     optim: Optim = "adamw"
     """optimizer, named as in transformers: adamw; adamw_8bit (bitsandbytes, extra quantize) and muon have less state,

@@ -1,1 +1,1 @@
-"""What a run will need before it is started: memory, time and disk of each model, from configs alone."""
+"""What a run will need before it is started: memory and disk of each model, from configs alone."""

@@ -1,8 +1,7 @@
-"""The fastest setting of a stage whose memory suffices: `--zero-stage auto`, and the command that a plan proposes."""
+"""The first setting of a short list that fits: `--zero-stage auto`, and the command that a plan proposes."""
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 from typing import TypeVar
 
 from rlhf.config import Tree
@@ -10,52 +9,52 @@ from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
 from rlhf.engine.precision import with_dtype
-from rlhf.plan.cost import seconds
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
 from rlhf.plan.machine import Machine
 
 C = TypeVar("C", bound=EngineOptions)
 
 OFFLOAD = {"zero_stage": 3, "offload_optimizer": True}
-SHARDING: tuple[Tree, ...] = (
-    *({"zero_stage": number} for number in (0, 1, 2, 3)),
-    *({"zero_stage": number, "offload_optimizer": True} for number in (1, 2)),
-    OFFLOAD,
-    OFFLOAD | {"offload_param": True},
-    {"zero_stage": 3, "gather_whole": False},
-    OFFLOAD | {"gather_whole": False},
-    OFFLOAD | {"offload_param": True, "gather_whole": False},
+SHARDINGS: tuple[tuple[Tree, ...], ...] = (
+    tuple({"zero_stage": number} for number in (0, 1, 2, 3)),
+    ({"zero_stage": 2, "offload_optimizer": True}, OFFLOAD, OFFLOAD | {"offload_param": True}),
+    (
+        {"zero_stage": 3, "gather_whole": False},
+        OFFLOAD | {"gather_whole": False},
+        OFFLOAD | {"offload_param": True, "gather_whole": False},
+    ),
 )
-"""What ZeRO shards, and what lies in CPU memory. Without gather_whole no device holds all weights at any time."""
+"""What ZeRO shards; what lies in CPU memory; and what no device holds as a whole at any time. Each group is slower than
+the one before it, with any number of rows."""
 SWITCHED = {"offload_optimizer": True, "offload_param": True, "gather_whole": False}
-"""the options of SHARDING, as a user may have set them"""
-ROWS = ("micro_batch_size", "rollout_batch_size")
-"""options that are halved as long as they are above 1; --eval-batch-size is halved with the micro-batch size"""
+"""the options of SHARDINGS, as a user may have set them"""
+ROWS = ("micro_batch_size", "rollout_batch_size", "eval_batch_size")
+"""options that are halved together, each as long as it is above 1"""
 CURE = "use more devices, a smaller --max-length, --adapter lora, or a smaller model"
 
 
 def candidates(options: C, machine: Machine) -> Iterator[C]:
-    """All settings that change memory and speed, but no result. What the user has switched on stays on."""
-    changes: list[list[Tree]] = [
-        _sharding(options, machine),
-        [{"gradient_checkpointing": flag} for flag in (False, True) if flag or not options.gradient_checkpointing],
-        *(_halvings(options, name) for name in ROWS if name in type(options).model_fields),
-    ]
+    """The settings to try, in this order. They change memory and speed, but no result. What the user has switched on
+    stays on."""
     frozen = {name: value for name, value in options if isinstance(value, FrozenOptions)}
-    if frozen and not (machine.on_cpu or options.share_trunk or options.quantize != "none"):
-        changes.append([{}, {name: value.model_copy(update={"offload": True}) for name, value in frozen.items()}])
-    for combination in product(*changes):
-        yield options.model_copy(update={name: value for change in combination for name, value in change.items()})
+    if machine.on_cpu or options.share_trunk or options.quantize != "none":
+        frozen = {}
+    offloaded = {name: value.model_copy(update={"offload": True}) for name, value in frozen.items()}
+    for number, group in enumerate(SHARDINGS):
+        shardings = _possible(group, options, machine)
+        for rows in _fewer_rows(options):
+            for sharding in shardings:
+                yield options.model_copy(update={**sharding, **rows, **(offloaded if number else {})})
 
 
-def _sharding(options: EngineOptions, machine: Machine) -> list[Tree]:
-    """The entries of SHARDING that are possible and differ: offloading beside a GPU, and division among several
+def _possible(group: tuple[Tree, ...], options: EngineOptions, machine: Machine) -> list[Tree]:
+    """The entries of a group that are possible and differ: offloading beside a GPU, and division among several
     processes."""
     requested = {name: value for name, value in SWITCHED.items() if getattr(options, name) == value}
     most = 2 if options.share_trunk or options.quantize != "none" else 3
     least = 3 if most == 3 and requested.keys() & {"offload_param", "gather_whole"} else 0
     settings = list[Tree]()
-    for entry in SHARDING:
+    for entry in group:
         stage, offloads, setting = entry["zero_stage"], "offload_optimizer" in entry, entry | requested
         alone = machine.count == 1 and not offloads and stage != max(1, least)
         if least <= stage <= most and not (machine.on_cpu and offloads) and not alone and setting not in settings:
@@ -63,19 +62,18 @@ def _sharding(options: EngineOptions, machine: Machine) -> list[Tree]:
     return settings
 
 
-def _halvings(options: EngineOptions, name: str) -> list[Tree]:
-    value, rows = getattr(options, name), getattr(options, "eval_batch_size", None)
-    halves: list[Tree] = [{name: value >> times} for times in range(value.bit_length())]
-    if name == "micro_batch_size" and rows:
-        halves = [half | {"eval_batch_size": max(1, rows >> times)} for times, half in enumerate(halves)]
-        halves[-1]["eval_batch_size"] = 1
-    return halves
+def _fewer_rows(options: EngineOptions) -> Iterator[Tree]:
+    """The rows at once as they are, then with gradient checkpointing, then halved until each number is 1."""
+    if not options.gradient_checkpointing:
+        yield {}
+    rows = {name: value for name in ROWS if (value := getattr(options, name, None))}
+    for times in range(max(rows.values()).bit_length()):
+        yield {"gradient_checkpointing": True} | {name: max(1, value >> times) for name, value in rows.items()}
 
 
 def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> tuple[C, Forecast]:
-    """(options with the fastest setting that fits, else with the least demanding one; its forecast).
+    """(options with the first of `candidates` that fits, else with the least demanding one; its forecast).
 
-    Of settings that take the same time, the first in the order of SHARDING, then with the most rows.
     Raises: UserError for an optimizer that has the whole weights that it needs in no setting.
     """
     settings = [(candidate, workload(candidate)) for candidate in candidates(options, machine)]
@@ -83,7 +81,6 @@ def choose(options: C, workload: Callable[[C], Workload], machine: Machine) -> t
     if not settings:
         work = workload(options)
         require_whole(with_dtype(options, work.dtype), work.b, machine.count)
-    settings.sort(key=lambda each: seconds(each[1], machine))
     for candidate, work in settings:
         if resident_bytes(work, machine).device <= machine.memory:
             plan = forecast(work, machine)
@@ -102,7 +99,7 @@ def _is_possible(candidate: EngineOptions, workload: Workload, ranks: int) -> bo
 
 def _least_rows(candidate: EngineOptions) -> bool:
     """Whether a pass of this setting needs the least memory."""
-    return candidate.gradient_checkpointing and all(getattr(candidate, name, 1) == 1 for name in ROWS)
+    return candidate.gradient_checkpointing and all((getattr(candidate, name, 1) or 1) == 1 for name in ROWS)
 
 
 def as_flags(options: EngineOptions, start: EngineOptions, section: str = "") -> str:

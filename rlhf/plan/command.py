@@ -9,7 +9,6 @@ from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message
-from rlhf.plan.cost import seconds
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
 from rlhf.plan.machine import Machine, describe_machine
@@ -33,7 +32,7 @@ class StagePlan:
     disk: float
     """bytes"""
     proposal: EngineOptions | None
-    """the stage's options with the fastest setting that fits; None if none fits"""
+    """the stage's options with the first setting that fits; None if none fits"""
 
 
 def plan_stages(
@@ -48,12 +47,12 @@ def plan_stages(
 
 
 def plan_stage(section: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
-    """The forecast of a stage with its options, and the fastest setting that fits."""
+    """The forecast of a stage with its options, and the first setting that fits."""
     chosen, best = choose(options, workload, target)
     forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
     if best.fits:
         flags = as_flags(chosen, options, f"{section}.") or "as it is"
-        line = f"  fastest setting that fits: {flags} (about {seconds(best.workload, target):.2g} s)"
+        line = f"  first setting that fits: {flags}"
     else:
         line = f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}"
     return StagePlan(f"{report(forecasts)}\n{line}", forecasts.disk, chosen if best.fits else None)
@@ -68,7 +67,7 @@ def format_plans(plans: Sequence[StagePlan]) -> str:
 def resolve_zero_stage(
     options: C, workload: WorkloadOf, plan_options: PlanOptions, processes: int, model_paths: Mapping[str, str]
 ) -> C:
-    """A stage's options with `--zero-stage auto` replaced by the fastest setting that fits, which a line names. No
+    """A stage's options with `--zero-stage auto` replaced by the first setting that fits, which a line names. No
     result depends on the choice.
 
     Raises: UserError if no setting fits.
@@ -118,7 +117,7 @@ def gigabytes(value: float) -> str:
 
 
 def report(plan: Forecast) -> str:
-    """A stage as text: one line for each model, the moment with the most memory, whether it fits, time and disk."""
+    """A stage as text: one line for each model, the moment with the most memory, whether it fits, and disk."""
     workload, machine, on_cpu = plan.workload, plan.machine, plan.machine.on_cpu
     count, dtype = machine.count, str(workload.dtype).removeprefix("torch.")
     what = f"{count} process{'es' * (count > 1)} on the CPU" if on_cpu else f"{count} x {machine.device.kind}"
@@ -136,7 +135,6 @@ def report(plan: Forecast) -> str:
         else f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
         + (" (assumed; --host-memory says it)" if machine.assumed_host else ""),
         "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}",
-        _time(plan),
         f"  disk: {gigabytes(plan.disk)} GB for {workload.keep} checkpoints, one being written, and the models",
     ]
     return "\n".join([*lines, *([f"  {workload.note}"] if workload.note else [])])
@@ -164,21 +162,3 @@ def _cell(value: Bytes) -> str:
     """Gigabytes on the device; those in CPU memory follow a plus sign."""
     parts = [gigabytes(value.device)] * bool(value.device) + [f"+{gigabytes(value.host)}cpu"] * bool(value.host)
     return f"{''.join(parts) or '-':>{CELL}}"
-
-
-def _time(plan: Forecast) -> str:
-    """How long the stage takes, as far as it is known before its data are read, and one step of it."""
-    workload = plan.workload
-    if workload.iterations:
-        amount, steps = f"{workload.iterations:,} iterations", float(workload.iterations)
-    elif workload.rows:
-        amount = f"about {workload.rows:,} rows of your files, all epochs together"
-        steps = workload.rows / workload.batch
-    else:
-        amount, steps = "1,000 rows of an epoch", 1000 / workload.batch
-    step, rate = seconds(workload, plan.machine), plan.machine.flops(workload.b) / 1e12
-    return (
-        f"  {amount}: about {console.duration(steps * step)}, and the evaluations\n"
-        f"  {'iteration' if workload.rollout else 'optimizer step'}: about {step:.2g} s, "
-        f"a rough estimate by {rate:.3g} TFLOP/s of a device"
-    )

@@ -99,7 +99,7 @@ class PlanOptions(Config):
     """The devices to plan for; the defaults are those of this machine."""
 
     plan: bool = False
-    """print memory, rough time and disk of each stage and model, then exit; no weights are loaded"""
+    """print memory and disk of each stage and model, then exit; no weights are loaded"""
     devices: int | None = Field(None, ge=1)
     """--plan: number of devices; by default the number that the run would use on this machine"""
     device: str | None = None
@@ -109,8 +109,6 @@ class PlanOptions(Config):
     host_memory: ByteSize | None = None
     """--plan: CPU memory for each device, such as 200GB; by default this machine's memory, divided by the devices; for
     GPUs that are not here twice theirs"""
-    device_tflops: float | None = Field(None, gt=0)
-    """--plan: peak speed of a device in the compute dtype, 10^12 operations per second; training reaches 0.4 of it"""
 
     @field_validator("device_memory", "host_memory", mode="before")
     @classmethod

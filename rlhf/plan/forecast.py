@@ -62,18 +62,15 @@ class RolloutWork:
     """maximum number of tokens"""
     response: int
     """maximum number of tokens"""
-    epochs: int
     minibatches: int
     """optimizer steps in an epoch"""
     share: float = 0.0
     """share of a device's memory that a generation backend reserves for itself; 0: the actor generates"""
-    rescores: bool = True
-    """whether a pass of the actor computes the log-probs of a rollout"""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The work of a stage, as far as memory, time and disk depend on it."""
+    """The work of a stage, as far as memory and disk depend on it."""
 
     stage: str
     models: tuple[ModelSpec, ...]
@@ -90,10 +87,6 @@ class Workload:
     """number of fp32 copies (an average, the best weights) of the first trained model's weights"""
     models_written: int = 0
     """copies of the first trained model written at the end, in addition to one copy of each trained model"""
-    iterations: int = 0
-    """iterations of the whole run; 0: as many optimizer steps as the data have batches"""
-    rows: int = 0
-    """rows of all epochs together, about; 0: not known"""
     eval_rows: int = 0
     """rows of a pass without gradients; 0: those of a micro-batch"""
     note: str = ""

@@ -58,8 +58,6 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
     device = _device(options, options.devices or rank_variables.local_world_size() or processes)
     if options.device_memory is not None:
         device = replace(device, memory=float(options.device_memory))
-    if options.device_tflops is not None:
-        device = replace(device, flops=options.device_tflops * 1e12, flops_fp32=options.device_tflops * 1e12)
     elsewhere = device.kind != CORE.kind and not torch.cuda.is_available() and options.host_memory is None
     host = HOST_SHARE * device.memory if elsewhere else float(options.host_memory or _free_memory() / min(count, NODE))
     usable = device.memory if device.kind == CORE.kind else USABLE * device.memory
