@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config.declaration import Curve, Declaration, ModelWords, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, ModelWords, ReportParts, Result
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
@@ -25,7 +25,6 @@ STAGE = Declaration(
     models=("model",),
     policies=("model",),
     reference="model",
-    phases={("step1_sft.stage", "perplexity"): Phase("evaluation", "eval_batch_size")},
     report=ReportParts(
         section="Step 1, fine-tuning",
         curves=(

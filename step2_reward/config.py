@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, Phase, ReportParts, Result, Runs
+from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, ReportParts, Result, Runs
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
@@ -19,7 +19,6 @@ STAGE = Declaration(
     help_groups={"the reward model": ("model", "num-train-epochs", "batch-size", "learning-rate", "objective")},
     models=("model",),
     scorer="model",
-    phases={("step2_reward.heldout", "evaluate"): Phase("evaluation", "eval_batch_size")},
     report=ReportParts(
         section="Step 2, reward model",
         curves=(

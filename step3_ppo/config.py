@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from data.config import DataOptions
 from rlhf import console, plugins
 from rlhf.config import Config, Tree
-from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, Phase, ReportParts, Result
+from rlhf.config.declaration import Curve, Declaration, Frontier, Invariant, ModelWords, ReportParts, Result
 from rlhf.config.mistakes import refused
 from rlhf.config.options import (
     FrozenOptions,
@@ -39,11 +39,6 @@ STAGE = Declaration(
     reference="actor_model",
     logs=("samples.jsonl", BEST_OF, "chosen.jsonl", "rollouts-*.jsonl"),
     losses=("policy_loss", "value_loss"),
-    phases={
-        ("step3_ppo.rollout", "generate"): Phase("generation", "rollout_batch_size"),
-        ("step3_ppo.rollout", "score"): Phase("scoring", "eval_batch_size"),
-        ("rlhf.rewards.learned", "score_sequences"): Phase("scoring by a reward model", "rollout_batch_size"),
-    },
     report=ReportParts(
         section="Step 3, reinforcement learning",
         curves=(

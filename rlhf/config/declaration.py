@@ -9,15 +9,6 @@ from rlhf.config.short_help import Groups
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a stage's work, for the advice when memory runs out in it."""
-
-    name: str
-    rows: str = "micro_batch_size"
-    """the option that bounds the rows of one pass"""
-
-
-@dataclass(frozen=True, slots=True)
 class Runs:
     """The runs of which something is true: those whose `option` names one of `plugins`, whatever their own options."""
 
@@ -147,9 +138,7 @@ class Declaration:
     logs: tuple[str, ...] = ()
     """patterns of the files beside metrics.jsonl that grow line by line"""
     losses: tuple[str, ...] = ("loss",)
-    """metrics in which a spike is worth a warning"""
-    phases: Mapping[tuple[str, str], Phase] = field(default_factory=dict)
-    """by module and function, beside those of the engine and the checkpoints"""
+    """metrics that the stage minimises"""
     report: ReportParts = ReportParts()
     """what the report shows of it"""
     cards: Mapping[str, ModelWords] = field(default_factory=dict)

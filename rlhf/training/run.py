@@ -40,12 +40,10 @@ from rlhf.training import (
     checkpoints,
     hardware,
     logs,
-    out_of_memory,
     progress,
     random_sources,
     record,
     reporting,
-    spikes,
     stage_process,
 )
 from rlhf.training.checkpoints import Resumable
@@ -55,6 +53,12 @@ from rlhf.types import Metrics
 
 EXPORTS = "exports"
 """The folder of a stage with the models of `--export-every`."""
+
+
+ROWS = ("micro_batch_size", "eval_batch_size", "rollout_batch_size")
+"""options that bound the rows of one pass"""
+SHOWN = 160
+"""characters that are shown of another library's message"""
 
 
 class Monitor(Protocol):
@@ -89,7 +93,6 @@ class Run:
         collectives.barrier()
         self._checkpoint = checkpoints.newest(self.directory)
         self._state = Resumable({}, {}, self._logs)
-        self._spikes = spikes.Spikes(declaration.losses)
         self.step = self.done
         self.peak_memory_gb = 0.0
         if self._checkpoint is not None:
@@ -151,7 +154,7 @@ class Run:
 
     def resume(self, state: Resumable) -> None:
         """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state."""
-        self._state = Resumable({**state.numbers, "spikes": self._spikes}, state.tensors, self._logs)
+        self._state = Resumable(state.numbers, state.tensors, self._logs)
         if self._checkpoint is not None:
             self._checkpoint.restore(self._state, self.options.seed)
             console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")
@@ -180,9 +183,9 @@ class Run:
     ) -> None:
         """Run the training loop `steps`, which begins after step `done`, under a progress bar.
 
-        Print the warnings of `monitor` and of loss spikes. Write checkpoints when they are due. When a signal asks any
-        rank to end, write a checkpoint after the current step and end the process. After the last step `holding` stores
-        signals until the stage has its result.
+        Print the warnings of `monitor`. Write checkpoints when they are due. When a signal asks any rank to end, write
+        a checkpoint after the current step and end the process. After the last step `holding` stores signals until the
+        stage has its result.
         shown: metrics on the progress bar
         Raises: NonFiniteError if every step was skipped.
         """
@@ -195,9 +198,6 @@ class Run:
             for step, metrics in enumerate(loop, start=self.done + 1):
                 self.step = step
                 learned |= not is_skipped(metrics)
-                spike = self._spikes.check(metrics)
-                if spike is not None:
-                    self.recorder.warn(step, spikes.NAME, spike, spikes.ADVICE)
                 for notice in monitor.check(step, metrics) if monitor is not None else ():
                     self.recorder.warn(step, notice.name, notice.numbers, notice.advice)
                 overdue = collectives.is_main() and time.monotonic() - last_save > 60 * self.options.save_minutes
@@ -351,6 +351,17 @@ def _peak_bytes() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
+def out_of_memory(error: BaseException, options: RunOptions) -> str:
+    """One line for the user: the library's message, and the options of the stage that take less memory."""
+    library = (str(error).splitlines() or [type(error).__name__])[0][:SHOWN]
+    lower = [name for name in ROWS if name in type(options).model_fields]
+    rows = ", ".join(f"--{name.replace('_', '-')}" for name in lower)
+    return (
+        f"out of memory ({library}); lower {rows} or the length of a row, or try --gradient-checkpointing, "
+        "--offload-optimizer or, with several processes, --zero-stage 3"
+    )
+
+
 @contextlib.contextmanager
 def open_run(
     declaration: Declaration, options: RunOptions, status: StageStatus, inputs: Mapping[str, str]
@@ -376,10 +387,8 @@ def open_run(
         except (RuntimeError, MemoryError) as error:
             if not errors.is_out_of_memory(error):
                 raise
-            ranks = collectives.rank(), collectives.world_size()
-            advice = out_of_memory.memory_advice(error, options, declaration.phases, *ranks)
             run.recorder.close()
-            stage_process.give_up(f"error: {stage}: {advice}", 1)
+            stage_process.give_up(f"error: {stage}: rank {collectives.rank()}: {out_of_memory(error, options)}", 1)
         finally:
             run.holding.close()
             run.recorder.close()

