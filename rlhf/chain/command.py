@@ -32,7 +32,7 @@ from rlhf.chain.options import (
     without_one_time_options,
 )
 from rlhf.chain.stages import STAGES, load
-from rlhf.config import accelerate_settings, foreign_settings, parser
+from rlhf.config import deepspeed_json, parser
 from rlhf.config.short_help import full_help, short_help
 from rlhf.errors import UserError
 from rlhf.hub import push
@@ -158,7 +158,6 @@ def main(argv: Sequence[str] | None = None, program: str = "python train.py") ->
     """Run the chain. If another launcher has started several processes, rank 0 runs it and the others follow."""
     words = console.words(argv)
     rank_variables.adopt(os.environ)
-    accelerate_settings.adopt(os.environ)
     if rank_variables.world_size() == 1:
         return run_chain(words, program)
     from rlhf.launch import team
@@ -172,7 +171,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python train.py") ->
 def typed_output_dir(words: list[str]) -> str:
     """The output directory of this process's command line, as the leader of all ranks reads its own. Raises:
     UserError."""
-    argv, _ = with_base(foreign_settings.plain_words(words))
+    argv, _ = with_base(deepspeed_json.plain_words(words))
     return os.path.expanduser(parser.peek(argv, "output-dir", str(ChainConfig.model_fields["output_dir"].default)))
 
 
@@ -189,7 +188,7 @@ def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
 
 def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
     """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
-    typed = foreign_settings.plain_words(words)
+    typed = deepspeed_json.plain_words(words)
     argv, note = with_base(typed)
     over = max(int(argv != typed), shipped_runs(argv))
     shown = parser.PRINT_OPTIONS & {*argv} if "--print-config" in argv else set()

@@ -9,7 +9,7 @@ from pydantic import Field, create_model, model_validator
 
 from data.config import DataOptions
 from rlhf.chain.stages import STAGES
-from rlhf.config import Config, Tree, foreign_settings, parser
+from rlhf.config import Config, Tree, deepspeed_json, parser
 from rlhf.config.options import EngineOptions, ModelPath, OutputDir, RunOptions, SharedOptimizerOptions
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import UserError
@@ -167,22 +167,25 @@ def typed_names(section: str, options: Config) -> dict[str, str]:
 
 
 def overlay(argv: list[str], over: int) -> parser.Overlay:
-    """The options that a DeepSpeed JSON and `accelerate launch` set, over the first `over` config files. Raises:
-    UserError."""
-    settings = foreign_settings.read(argv)
-    tree: Tree = foreign_settings.values(settings, ChainConfig)
+    """The options that a DeepSpeed JSON sets, over the first `over` config files. Raises: UserError."""
+    tree = deepspeed_json.options(_json(argv), ChainConfig)
     stages: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
     for section, options in stages.items():
-        own = foreign_settings.values(foreign_settings.read(argv, section), options)
+        own = deepspeed_json.options(_json(argv, section), options)
         tree |= {section: own} if own else {}
-    return parser.Overlay(tree, foreign_settings.CONFIG, over)
+    return parser.Overlay(tree, deepspeed_json.CONFIG, over)
 
 
 def require_agreement(argv: list[str], chain: ChainConfig) -> None:
-    """Raises: UserError if an option of a section has another value than a DeepSpeed JSON or `accelerate launch`
-    sets."""
+    """Raises: UserError if an option of a section has another value than a DeepSpeed JSON sets."""
     for section in SECTIONS.values():
-        foreign_settings.require_agreement(foreign_settings.read(argv, section), getattr(chain, section), section)
+        deepspeed_json.require_agreement(_json(argv, section), getattr(chain, section), section)
+
+
+def _json(argv: list[str], section: str = "") -> str:
+    """The DeepSpeed JSON that a command line names, for one section if that has its own; empty without one."""
+    whole = parser.peek(argv, deepspeed_json.CONFIG, "")
+    return parser.peek(argv, f"{section}.{deepspeed_json.CONFIG}", whole) if section else whole
 
 
 def without_one_time_options(chain: ChainConfig) -> ChainConfig:

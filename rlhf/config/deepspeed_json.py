@@ -5,28 +5,21 @@ counts as absent.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from rlhf.config.plain_values import from_json
-from rlhf.config.record import Tree
+from rlhf.config.record import Config, Tree
 from rlhf.errors import UserError
 
-
-class Setting(NamedTuple):
-    """The value of one of our options, and where it comes from."""
-
-    value: Any
-    source: str
-
-
-Settings = Mapping[str, Setting]
-"""by option, as `zero_stage`"""
+CONFIG = "deepspeed-config"
+"""the option that names the file"""
 STEP_ROWS = "train_batch_size"
 """the key with the rows of one optimizer step, over all devices"""
 ACCUMULATION = "gradient_accumulation_steps"
 OPTIONS = {
+    STEP_ROWS: "batch_size",
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_clipping": "max_grad_norm",
     "zero_optimization.stage": "zero_stage",
@@ -41,30 +34,35 @@ OPTIONS = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
 }
 """our option for each key whose value means the same"""
-OFFLOAD = {
-    "zero_optimization.offload_optimizer.device": "offload_optimizer",
-    "zero_optimization.offload_param.device": "offload_param",
+DEVICES = {"none": False, "cpu": True, "nvme": True}
+WORDS: dict[str, tuple[str, Mapping[str, object]]] = {
+    "zero_optimization.offload_optimizer.device": ("offload_optimizer", DEVICES),
+    "zero_optimization.offload_param.device": ("offload_param", DEVICES),
+    "optimizer.type": ("optim", {"AdamW": "adamw", "Adam": "adamw"}),
+    "scheduler.type": (
+        "lr_scheduler_type",
+        {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"},
+    ),
 }
-OPTIMIZERS = {"AdamW": "adamw", "Adam": "adamw"}
-SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FIXED: dict[str, tuple[tuple[object, ...], str]] = {
-    "optimizer.params.adam_w_mode": ((True,), "weight decay is AdamW's here"),
-    "optimizer.params.torch_adam": ((True, False), "AdamW is torch's here"),
-    "optimizer.params.bias_correction": ((True,), "AdamW corrects its bias here"),
-    "scheduler.params.warmup_min_lr": ((0,), "the learning rate rises from 0"),
-    "scheduler.params.warmup_type": (("linear",), "the learning rate rises linearly"),
-    "communication_data_type": (("fp32",), "gradients are summed in fp32"),
-    "data_types.grad_accum_dtype": (("fp32",), "gradients are summed in fp32"),
-    "fp16.loss_scale": ((0,), "the loss scale is dynamic"),
-    "fp16.auto_cast": ((False,), "the whole model has one dtype"),
-    "prescale_gradients": ((False,), "the loss has the scale of the whole step"),
-    "gradient_predivide_factor": ((1,), "the loss has the scale of the whole step"),
-    "sparse_gradients": ((False,), "gradients are dense"),
-    "zero_allow_untested_optimizer": ((True,), "the engine brings its own AdamW"),
-    "zero_force_ds_cpu_optimizer": ((False,), "the engine brings its own AdamW"),
-    "tensor_parallel.vocab_parallel_lm_head": ((False,), "log-probs need the whole vocabulary"),
+"""our option for each key with other words, and its value for each of them"""
+BETAS = "optimizer.params.betas"
+FIXED: Mapping[str, object] = {
+    "optimizer.params.adam_w_mode": True,
+    "optimizer.params.bias_correction": True,
+    "scheduler.params.warmup_min_lr": 0,
+    "scheduler.params.warmup_type": "linear",
+    "communication_data_type": "fp32",
+    "data_types.grad_accum_dtype": "fp32",
+    "fp16.loss_scale": 0,
+    "fp16.auto_cast": False,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1,
+    "sparse_gradients": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "tensor_parallel.vocab_parallel_lm_head": False,
 }
-"""keys with a value that the engine depends on, and the reason"""
+"""keys with the value that the engine has; with another one, numbers would be wrong"""
 PASSED = frozenset(
     {
         *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state"),
@@ -87,22 +85,36 @@ PASSED = frozenset(
     }
 )
 """keys that change speed, memory or logs of DeepSpeed, but no result"""
+READ = {ACCUMULATION, "bf16.enabled", "fp16.enabled", "optimizer.params.torch_adam"}
+"""keys that are used in another way, or change nothing: AdamW is torch's"""
 PASSED_SECTIONS = ("aio", "comms_logger", "flops_profiler")
-CURES = {
-    "activation_checkpointing": "use --gradient-checkpointing",
-    "tensorboard": "use --report-to tensorboard",
-    "wandb": "use --report-to wandb",
-    "comet": "use --report-to comet_ml",
-    "csv_monitor": "OUT/STAGE/metrics.jsonl has every number",
-    "hybrid_engine": "remove it: a rollout gathers the weights once, without the hybrid engine",
-    "pipeline": "there is no pipeline parallelism here; use --zero-stage 3, --tensor-parallel-size or "
-    "--sequence-parallel-size",
-    "checkpoint": "checkpoints are this project's own; see --save-every",
-    "amp": "use --dtype",
-    "optimizer": 'write "auto", and use --optim',
-    "scheduler": 'write "auto", and use --lr-scheduler-type, and --warmup-steps or --warmup-ratio',
-}
-"""by section that this project does not pass on"""
+
+
+def plain_words(words: Sequence[str]) -> list[str]:
+    """A command line as DeepSpeed's tutorials write it, in the words of this project.
+
+    `--local_rank N`, which the deepspeed launcher adds, is dropped; `--deepspeed` alone too, because every stage runs
+    under DeepSpeed; `--deepspeed FILE`, as transformers writes it, is `--deepspeed-config FILE`.
+    """
+    return list(_plain_words(list(words)))
+
+
+def _plain_words(words: list[str]) -> Iterator[str]:
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        follows = bool(words) and not words[0].startswith("-")
+        if name == "--local-rank":
+            if not equals and words and re.fullmatch(r"-?\d+", words[0]):
+                del words[0]
+        elif name == "--deepspeed":
+            if equals or follows:
+                yield f"--{CONFIG}={value if equals else words.pop(0)}"
+        elif name == "--num-accelerators":
+            yield f"--num-gpus{equals}{value}"
+        else:
+            yield word
 
 
 def read(path: str | Path) -> Tree:
@@ -129,58 +141,53 @@ def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str,
             yield from _leaves(value, f"{key}.")
 
 
-def settings(path: str) -> Settings:
-    """The options that the file sets. `batch_size` is the rows of an optimizer step. Raises: UserError for a key that
-    this project cannot follow, or two keys that contradict each other."""
-    values = read(path)
-    result: dict[str, Setting] = {}
+def options(path: str, cls: type[Config]) -> Tree:
+    """The options of `cls` that the file sets; none without a path. `batch_size` is the rows of an optimizer step.
+    Raises: UserError for a key that this project cannot follow, or two keys that contradict each other."""
+    result: Tree = {}
+    for option, value in _options(path, read(path)) if path else ():
+        if result.setdefault(option, value) != value:
+            name = option.replace("_", "-")
+            raise UserError(f"{path}: it sets --{name} to {result[option]} and to {value}; expected one value")
+    if getattr(cls, "STEP_ROWS", None) != "batch_size":
+        result.pop("batch_size", None)
+    return {name: value for name, value in result.items() if name in cls.model_fields}
+
+
+def _options(path: str, values: Tree) -> Iterator[tuple[str, object]]:
+    """(option, value) of each option that the values of a file set. Raises: UserError if a key is not supported."""
     for key, value in values.items():
-        source = f"{path}: {key} {json.dumps(value)}"
-        for option, converted in _options_of(key, value, source):
-            _add(result, option, Setting(converted, source))
-    dtypes = {name: values.get(f"{name}.enabled") for name in ("bf16", "fp16")}
-    if all(dtypes.values()):
-        raise UserError(f"{path}: bf16.enabled true and fp16.enabled true: expected one of them")
-    for name, enabled in dtypes.items():
-        if enabled or (dtypes["bf16"] is False and not dtypes["fp16"]):
-            _add(result, "dtype", Setting(name if enabled else "fp32", f"{path}: {name}.enabled {json.dumps(enabled)}"))
-            break
-    return result
+        if key in OPTIONS:
+            yield OPTIONS[key], value
+        elif key in WORDS and value in WORDS[key][1]:
+            option, words = WORDS[key]
+            yield option, words[value]
+        elif key == BETAS:
+            betas = zip(("adam_beta1", "adam_beta2"), value, strict=True)
+            yield from ((option, beta) for option, beta in betas if beta != "auto")
+        elif not (_is_passed(key) or key in READ or (key in FIXED and value == FIXED[key])):
+            expected = f"expected {json.dumps(FIXED[key])}" if key in FIXED else "remove it, or use an option here"
+            raise UserError(f'{path}: {key} {json.dumps(value)}: not supported; {expected}, or write "auto"')
+    for name in ("bf16", "fp16"):
+        if values.get(f"{name}.enabled"):
+            yield "dtype", name
+    if values.get("bf16.enabled") is False and not values.get("fp16.enabled"):
+        yield "dtype", "fp32"
 
 
-def _add(result: dict[str, Setting], option: str, setting: Setting) -> None:
-    other = result.setdefault(option, setting)
-    if other.value != setting.value:
-        raise UserError(f"{other.source} and {setting.source}: expected one value of --{option.replace('_', '-')}")
+def require_agreement(path: str, config: Config, section: str = "") -> None:
+    """Raises: UserError if an option has another value than the file sets: the user wrote both."""
+    for name, value in options(path, type(config)).items():
+        if getattr(config, name) != value:
+            option = f"{section}.{name}" if section else name
+            raise UserError(
+                f"--{option.replace('_', '-')} {getattr(config, name)}: got it with {value} in {path}; expected the "
+                "same value in both, or in one only"
+            )
 
 
-def _options_of(key: str, value: object, source: str) -> Iterator[tuple[str, object]]:
-    """(option, value) of each option that a key sets. Raises: UserError if the key is not supported."""
-    section = key.partition(".")[0]
-    if key in OPTIONS:
-        yield OPTIONS[key], value
-    elif key == STEP_ROWS:
-        yield "batch_size", value
-    elif key in OFFLOAD:
-        if value not in ("none", "cpu", "nvme", None):
-            raise UserError(f"{source}: expected none, cpu or nvme")
-        yield OFFLOAD[key], value in ("cpu", "nvme")
-    elif key == "optimizer.params.betas":
-        if not isinstance(value, list) or len(value) != 2:
-            raise UserError(f"{source}: expected two numbers, such as [0.9, 0.95]")
-        betas = zip(("adam_beta1", "adam_beta2"), value, strict=True)
-        yield from ((option, beta) for option, beta in betas if beta != "auto")
-    elif key == "optimizer.type" and value in OPTIMIZERS:
-        yield "optim", OPTIMIZERS[value]
-    elif key == "scheduler.type" and value in SCHEDULES:
-        yield "lr_scheduler_type", SCHEDULES[value]
-    elif key in FIXED:
-        allowed, reason = FIXED[key]
-        if value not in allowed:
-            shown = " or ".join(json.dumps(one) for one in allowed)
-            raise UserError(f'{source}: {reason}; expected {shown} or "auto"')
-    elif not (key in PASSED or section in PASSED_SECTIONS or key in (ACCUMULATION, "bf16.enabled", "fp16.enabled")):
-        raise UserError(f"{source}: not supported; {CURES.get(section, 'remove it')}")
+def _is_passed(key: str) -> bool:
+    return key in PASSED or key.partition(".")[0] in PASSED_SECTIONS
 
 
 def passed_on(path: str | None, offloaded: Iterable[str] = ()) -> Tree:
@@ -192,7 +199,7 @@ def passed_on(path: str | None, offloaded: Iterable[str] = ()) -> Tree:
     for key, value in read(path).items() if path else ():
         *sections, name = key.split(".")
         unused = sections[1:] and sections[1].startswith("offload_") and sections[1] not in offloaded
-        if unused or not (key in PASSED or key.partition(".")[0] in PASSED_SECTIONS):
+        if unused or not _is_passed(key):
             continue
         branch = tree
         for section in sections:

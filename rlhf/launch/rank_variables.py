@@ -3,7 +3,7 @@
 import os
 import re
 import zlib
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
@@ -12,6 +12,21 @@ RANK_VARIABLES = (
 """variables in which a launcher tells a process its rank"""
 OPEN_MPI = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
 """torchrun's variable of each `OMPI_COMM_WORLD_...` of mpirun"""
+ACCELERATE = {
+    "ACCELERATE_MIXED_PRECISION": "--dtype",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "--batch-size, which is global,",
+    "ACCELERATE_GRADIENT_CLIPPING": "--max-grad-norm",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "--zero-stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "--offload-optimizer",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "--offload-param",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "--deepspeed-config",
+    "ACCELERATE_USE_FSDP": "--zero-stage",
+    "ACCELERATE_USE_MEGATRON_LM": "--tensor-parallel-size",
+    "ACCELERATE_DYNAMO_BACKEND": "--torch-compile",
+}
+"""by variable in which `accelerate launch` passes a setting on: the option that has its effect"""
+SILENT = ("", "no", "none", "auto", "false", "0", "1")
+"""values of these variables that ask for nothing. accelerate sets most of them, whether the user wrote them or not"""
 PORTS = range(20000, 30000)
 
 
@@ -30,7 +45,10 @@ def rank() -> int:
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set torchrun's variables from those of deepspeed, mpirun or srun. Existing values are not changed."""
+    """Set torchrun's variables from those of deepspeed, mpirun or srun. Existing values are not changed. Hide the GPUs
+    after `accelerate launch --cpu`, before torch is imported."""
+    if environment.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if "RANK" not in environment and "OMPI_COMM_WORLD_RANK" in environment:
         environment.update({ours: environment[f"OMPI_COMM_WORLD_{theirs}"] for theirs, ours in OPEN_MPI.items()})
         if environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]:
@@ -40,6 +58,14 @@ def adopt(environment: MutableMapping[str, str]) -> None:
         _adopt_srun(environment)
     elif "LOCAL_SIZE" in environment:  # deepspeed's
         environment.setdefault("LOCAL_WORLD_SIZE", environment["LOCAL_SIZE"])
+
+
+def settings_of_accelerate(environment: Mapping[str, str]) -> Iterator[str]:
+    """`--dtype here, in place of ACCELERATE_MIXED_PRECISION=bf16` for each setting that accelerate passes on, and that
+    nobody here reads."""
+    for name, option in ACCELERATE.items():
+        if environment.get(name, "").lower() not in SILENT:
+            yield f"{option} here, in place of {name}={environment[name]}"
 
 
 def _adopt_srun(environment: MutableMapping[str, str]) -> None:

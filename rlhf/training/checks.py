@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rlhf import adapters
-from rlhf.config import deepspeed_json, foreign_settings
+from rlhf.config import deepspeed_json
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.engine import optimizers
@@ -74,19 +74,18 @@ def check_trunk(options: EngineOptions, base: str) -> None:
 
 
 def check_steps(options: EngineOptions, rows: int, rows_text: str, micro_batch_size: int, ranks: int) -> None:
-    """Raises: UserError unless the size of an optimizer step is the one that a DeepSpeed JSON or `accelerate launch`
-    names.
+    """Raises: UserError unless the size of an optimizer step is the one that a DeepSpeed JSON names.
 
     rows: of one optimizer step; rows_text: the options that they follow from; ranks: those that share the rows
     """
-    sizes = {deepspeed_json.STEP_ROWS: rows, deepspeed_json.ACCUMULATION: -(-rows // (micro_batch_size * ranks))}
-    texts = {
-        deepspeed_json.STEP_ROWS: rows_text,
-        deepspeed_json.ACCUMULATION: f"{rows_text} / (--micro-batch-size {micro_batch_size} x {ranks} processes)",
-    }
-    for key, (value, source) in foreign_settings.step_sizes(options.deepspeed_config).items():
-        if value != sizes[key]:
-            raise UserError(f"{source}: here it is {sizes[key]} ({texts[key]}); leave it out, or set the options")
+    micro_batches = -(-rows // (micro_batch_size * ranks))
+    follows = f"{rows_text} / (--micro-batch-size {micro_batch_size} x {ranks} processes)"
+    sizes = {deepspeed_json.STEP_ROWS: (rows, rows_text), deepspeed_json.ACCUMULATION: (micro_batches, follows)}
+    path = options.deepspeed_config
+    for key, value in deepspeed_json.read(path).items() if path else ():
+        if key in sizes and value != sizes[key][0]:
+            size, text = sizes[key]
+            raise UserError(f"{path}: {key} {value}: here it is {size} ({text}); leave it out, or set the options")
 
 
 def check_start(model_path: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:

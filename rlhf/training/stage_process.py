@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rlhf import console, errors, private_folders, streams
-from rlhf.config import accelerate_settings, foreign_settings, parser
+from rlhf.config import deepspeed_json, parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.config.short_help import STAGE_GROUPS, short_help
@@ -85,21 +85,22 @@ def stage_main(
     """
     streams.ignore_broken_streams()
     program = program or f"python -m {stage.name}"
-    argv = foreign_settings.plain_words(console.words(argv))
+    argv = deepspeed_json.plain_words(console.words(argv))
     try:
         with requeue_on_signal(), _Patience():
             private_folders.use()
             rank_variables.adopt(os.environ)
             _end_with_launcher()
-            accelerate_settings.adopt(os.environ)
             console.loading(stage.name, argv)
             if {"--help", "-h"} & {*argv}:
                 print(short_help(options_of(argv), program, stage.title, {**stage.help_groups, **STAGE_GROUPS}))
                 return 0
-            settings = foreign_settings.read(argv)
-            overlay = parser.Overlay(foreign_settings.values(settings, options_of(argv)), foreign_settings.CONFIG)
+            settings = parser.peek(argv, deepspeed_json.CONFIG, "")
+            overlay = parser.Overlay(deepspeed_json.options(settings, options_of(argv)), deepspeed_json.CONFIG)
             options = parser.parse(options_of(argv), argv, program, stage.title, overlay, with_adapter_rates)
-            foreign_settings.require_agreement(settings, options)
+            deepspeed_json.require_agreement(settings, options)
+            for setting in rank_variables.settings_of_accelerate(os.environ):
+                console.status(f"note: `accelerate launch` only starts the processes: {setting}")
             for name, value in CUBLAS.items() if options.deterministic else ():
                 os.environ.setdefault(name, value)
             from rlhf.distributed import rendezvous

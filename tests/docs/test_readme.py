@@ -123,16 +123,7 @@ def test_a_command_is_accepted(
 def test_what_is_named_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     ours = {"print-config", "config", "help", "help-all", "sft", "ppo", "output"}
-    ours |= {
-        "local-rank",
-        "deepspeed",
-        "module",
-        "mixed-precision",
-        "cpu",
-        "use-deepspeed",
-        "debug",
-        "enable-cpu-affinity",
-    }
+    ours |= {"local-rank", "deepspeed", "module", "cpu"}
     chains = [train.chain_config(["--ppo.algorithm", name]) for name in plugins.names("step3_ppo.algorithms")]
     options = ours | {name.split(".")[-1] for chain in chains for name in option_names(chain)}
     for option in re.findall(r"`--([\w.-]*\w)", text):

@@ -1,8 +1,11 @@
-"""The rank of a process under srun, deepspeed and mpirun."""
+"""The rank of a process under srun, deepspeed and mpirun, and what accelerate passes on."""
+
+from pathlib import Path
 
 import pytest
 
 from rlhf.launch import rank_variables
+from rlhf.launch.rank_variables import settings_of_accelerate
 
 STEP = {
     "SLURM_JOB_ID": "31234",
@@ -83,3 +86,28 @@ def test_mpirun_on_one_host_needs_no_address() -> None:
     assert first["MASTER_ADDR"] == "127.0.0.1" and int(first["MASTER_PORT"]) in rank_variables.PORTS
     assert first["MASTER_PORT"] != other["MASTER_PORT"]
     assert adopted(**of_mpirun, MASTER_ADDR="n01", MASTER_PORT="29500")["MASTER_PORT"] == "29500"
+
+
+def test_accelerate_on_the_cpu_hides_the_gpus() -> None:
+    assert adopted(ACCELERATE_USE_CPU="True")["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in adopted(ACCELERATE_USE_CPU="False")
+
+
+def test_a_setting_of_accelerate_is_said() -> None:
+    """Not what every `accelerate launch` says."""
+    silent = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
+    assert [*settings_of_accelerate(silent)] == []
+    asked = silent | {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+    assert [*settings_of_accelerate(asked)] == [
+        "--dtype here, in place of ACCELERATE_MIXED_PRECISION=bf16",
+        "--zero-stage here, in place of ACCELERATE_DEEPSPEED_ZERO_STAGE=3",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(rank_variables.ACCELERATE))
+def test_the_variables_are_those_that_accelerate_sets(name: str) -> None:
+    """Read from its source: a variable that it no longer knows would never arrive."""
+    from accelerate.utils import dataclasses, launch
+
+    source = "".join(Path(str(module.__file__)).read_text() for module in (dataclasses, launch))
+    assert name in source

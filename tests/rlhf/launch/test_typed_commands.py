@@ -14,7 +14,7 @@ from rlhf.storage import manifests
 ROOT = Path(__file__).parents[3]
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner"]
 """the program `deepspeed`"""
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--mixed_precision", "bf16"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
 """the program `accelerate launch`"""
 SMALL = ["--data_path", "demo,rows=200", "--chat_template", "human_assistant", "--max_prompt_length", "24"]
 SMALL += ["--max_length", "48", "--max_eval_rows", "8", "--sample_rows", "0", "--learning_rate", "1e-3"]
@@ -74,5 +74,5 @@ def test_the_chain_reads_what_deepspeed_reads(tmp_path: Path, words: list[str]) 
 
 @pytest.mark.long
 def test_accelerate_starts_a_stage(tmp_path: Path) -> None:
-    typed([*ACCELERATE, "--num_processes", "1", "-m", "step1_sft"], tmp_path, *STEP_1)
+    typed([*ACCELERATE, "--num_processes", "1", "-m", "step1_sft"], tmp_path, *STEP_1, "--dtype", "bf16")
     assert options(tmp_path)["dtype"] == "bf16"

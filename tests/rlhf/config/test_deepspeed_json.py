@@ -1,4 +1,4 @@
-"""Commands as DeepSpeed, transformers and accelerate write them: what they set here, and what is refused by name."""
+"""Commands and JSONs as DeepSpeed and transformers write them: what they set here, and what is refused by name."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import yaml
 
 from rlhf import console
 from rlhf.chain import command as train
-from rlhf.config import accelerate_settings, foreign_settings
+from rlhf.config import deepspeed_json
 from rlhf.config.options import EngineOptions, TrainingOptions
 from rlhf.engine.training import deepspeed_config
 from rlhf.errors import UserError
@@ -146,27 +146,14 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
             train.main,
             {"zero_optimization": {"stage": 2}},
             ["--zero-stage", "3"],
-            "--sft.zero-stage 3: got it with ds.json: zero_optimization.stage 2; expected the same value in both, ",
+            "--sft.zero-stage 3: got it with 2 in ds.json; expected the same value in both, or in one only",
         ),
-        (train.main, {"train_batch_size": 8}, ["--reward.batch-size", "16"], "--reward.batch-size 16: got it with "),
-        (sft.main, {"fp16": {"enabled": True}}, ["--dtype", "bf16"], "--dtype bf16: got it with ds.json: fp16.enabled"),
+        (train.main, {"train_batch_size": 8}, ["--reward.batch-size", "16"], "--reward.batch-size 16: got it with 8 "),
         (sft.main, {"zero_optimization": {"stage": 4}}, [], "deepspeed-config: zero_stage: "),
-        (sft.main, {"optimizer": {"type": "Lamb"}}, [], '"Lamb": not supported; write "auto", and use --optim'),
-        (sft.main, {"communication_data_type": "fp16"}, [], "gradients are summed in fp32; expected"),
-        (sft.main, {"activation_checkpointing": {"partition_activations": True}}, [], "use --gradient-checkpointing"),
-        (
-            sft.main,
-            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
-            [],
-            "zenflow.topk_ratio 0.1: not supported",
-        ),
-        (
-            sft.main,
-            {"optimizer": {"params": {"betas": 0.9}}},
-            [],
-            "betas 0.9: expected two numbers, such as [0.9, 0.95]",
-        ),
-        (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "expected one of them"),
+        (sft.main, {"optimizer": {"type": "Lamb"}}, [], 'type "Lamb": not supported; remove it, or use an option here'),
+        (sft.main, {"communication_data_type": "fp16"}, [], 'not supported; expected "fp32", or write "auto"'),
+        (sft.main, {"hybrid_engine": {"max_out_tokens": 512}}, [], "ds.json: hybrid_engine.max_out_tokens 512: not su"),
+        (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "it sets --dtype to bf16 and to fp16"),
         (sft.main, [], [], "got a list, expected a JSON object"),
     ],
 )
@@ -189,112 +176,33 @@ def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON"), ("deep.json", "not valid JSON")):
         with pytest.raises(UserError, match=reason):
-            foreign_settings.read(["--deepspeed-config", str(tmp_path / path)], environment={})
+            deepspeed_json.read(tmp_path / path)
 
 
 @pytest.mark.parametrize(
-    ("json_tree", "environment", "message"),
+    ("json_tree", "message"),
     [
-        ({"train_batch_size": 64}, {}, "train_batch_size 64: here it is 32 (--batch-size 32)"),
-        (
-            {"gradient_accumulation_steps": 1},
-            {},
-            "here it is 2 (--batch-size 32 / (--micro-batch-size 4 x 4 processes)",
-        ),
-        ({}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "ACCUMULATION_STEPS=4): here it is 2"),
+        ({"train_batch_size": 64}, "train_batch_size 64: here it is 32 (--batch-size 32)"),
+        ({"gradient_accumulation_steps": 1}, "here it is 2 (--batch-size 32 / (--micro-batch-size 4 x 4 processes)"),
     ],
 )
-def test_the_size_of_a_step(
-    json_tree: Any, environment: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_step(json_tree: Any, message: str, tmp_path: Path) -> None:
     """32 rows on 4 processes are 8 each: 2 micro-batches of 4."""
     (tmp_path / "ds.json").write_text(json.dumps(json_tree))
     options = EngineOptions(deepspeed_config=str(tmp_path / "ds.json"))
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=re.escape(message)):
         check_steps(options, 32, "--batch-size 32", 4, 4)
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 32, "gradient_accumulation_steps": 2}))
-    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
     check_steps(options, 32, "--batch-size 32", 4, 4)
 
 
-LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "False"}
-"""what every `accelerate launch` says"""
-
-
-def test_accelerate_sets_options(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of `accelerate launch --use_deepspeed --zero_stage 3 --offload_optimizer_device cpu ...`."""
-    assert accelerate_settings.settings(LAUNCHED) == {}
-    environment = LAUNCHED | {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-    }
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    tree = printed(sft.main)
-    names = ("dtype", "zero_stage", "offload_optimizer", "offload_param", "max_grad_norm")
-    assert [tree[name] for name in names] == ["bf16", 3, True, False, 0.5]
-    assert printed(train.main)["ppo"]["zero_stage"] == 3
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "accelerate launch --mixed_precision fp8: expected bf16, fp16 or no"),
-        (
-            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-            "(ACCELERATE_DYNAMO_BACKEND=INDUCTOR): its dynamo is not used",
-        ),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--tensor-parallel-size splits layers"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "--multi_gpu` and write --zero-stage 3 (as FULL_SHARD; 2 is SHARD_GRAD_OP)"),
-    ],
-)
-def test_what_accelerate_asks_and_cannot_get(environment: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        accelerate_settings.settings(LAUNCHED | environment)
-
-
-def test_accelerate_and_options_that_contradict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    line = refusal(monkeypatch, capsys, sft.main, "--dtype", "fp32")
-    assert line.startswith("--dtype fp32: got it with accelerate launch (ACCELERATE_MIXED_PRECISION=bf16); expected")
-
-
 @pytest.mark.parametrize("file", ["demo.yaml", "recipes/stories260k-sentiment-cpu.yaml"])
-def test_accelerate_comes_before_a_file_of_the_project_but_not_of_the_user(
+def test_a_json_comes_before_a_file_of_the_project_but_not_of_the_user(
     file: str, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shipped = str(train.CONFIGS / file)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    tree = printed(train.main, "--config", shipped)
+    tree = printed(train.main, "--config", shipped, "--deepspeed", "ds.json")
     assert {tree[section]["dtype"] for section in ("sft", "reward", "ppo")} == {"bf16"}
-    line = refusal(monkeypatch, capsys, train.main, "--config", shipped, "--actor-model", "./no")
-    assert "./no: no such directory" in line
     (tmp_path / "mine.yaml").write_text("dtype: fp32")
-    for words in (["--dtype", "fp32"], ["mine.yaml"], ["mine.yaml", "--print-config"]):
-        line = refusal(monkeypatch, capsys, train.main, "--config", shipped, *words)
-        assert line.startswith("--sft.dtype fp32: got it with accelerate launch (ACCELERATE_MIXED_PRECISION=")
-
-
-def test_accelerate_on_the_cpu_hides_the_gpus() -> None:
-    environment = {"ACCELERATE_USE_CPU": "True"}
-    accelerate_settings.adopt(environment)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    accelerate_settings.adopt(other := dict(LAUNCHED))
-    assert other == LAUNCHED
-
-
-@pytest.mark.parametrize("name", sorted(accelerate_settings.OPTIONS))
-def test_the_variables_are_those_that_accelerate_sets(name: str) -> None:
-    """Read from its source: a variable that it no longer knows would never arrive."""
-    from accelerate.utils import dataclasses, launch
-
-    source = "".join(Path(str(module.__file__)).read_text() for module in (dataclasses, launch))
-    assert name in source
+    line = refusal(monkeypatch, capsys, train.main, "--config", shipped, "mine.yaml", "--deepspeed", "ds.json")
+    assert line.startswith("--sft.dtype fp32: got it with bf16 in ds.json; expected")
