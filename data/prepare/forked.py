@@ -1,11 +1,13 @@
-"""Jobs in forked processes, none of which outlives the process that started them."""
+"""Jobs in forked processes, none of which outlives the process that started them.
+
+`datasets.map(num_proc=...)` does not do it (5.2): a Ctrl-C ends in a traceback, and after a SIGTERM its processes stay.
+"""
 
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from multiprocessing.connection import wait
 
 from rlhf.errors import UserError
 from rlhf.launch.launcher import end_with_parent
@@ -14,58 +16,36 @@ from rlhf.launch.launcher import end_with_parent
 def run_forked(jobs: Sequence[Callable[[], object]]) -> None:
     """Run each job in its own forked process, and wait for all. A failing job, or Ctrl-C, ends all of them.
 
-    Needs neither semaphores nor shared memory.
-    Raises: UserError of a job, or if a process was killed; RuntimeError if one failed otherwise (it printed the error).
+    Raises: UserError if a job failed, which has printed why, or its process was killed.
     """
     fork = multiprocessing.get_context("fork")
-    processes: dict[Connection, ForkProcess] = {}
-    waiting: list[Connection] = []
+    processes = [fork.Process(target=_run_job, args=(job, os.getpid()), daemon=True) for job in jobs]
+    for process in processes:
+        process.start()
+    running = list(processes)
     try:
-        for job in jobs:
-            receiver, sender = fork.Pipe(duplex=False)
-            process = fork.Process(target=_run_job, args=(job, sender, os.getpid()), daemon=True)
-            process.start()
-            sender.close()
-            processes[receiver] = process
-            waiting.append(receiver)
-        while waiting:
-            for ready in wait(waiting):
-                assert isinstance(ready, Connection)
-                _wait_for_success(ready, processes[ready])
-                waiting.remove(ready)
+        while running:
+            wait([process.sentinel for process in running])
+            for process in [process for process in running if process.exitcode is not None]:
+                _require_success(process)
+                running.remove(process)
     finally:
-        for process in processes.values():
+        for process in processes:
             process.kill()
             process.join()
 
 
-def _wait_for_success(receiver: Connection, process: ForkProcess) -> None:
-    try:
-        error = receiver.recv()
-    except EOFError:
-        process.join()
-        if (code := process.exitcode or 0) < 0:
-            name = signal.Signals(-code).name
-            raise UserError(
-                f"a process that tokenises rows was ended by {name} (often: the machine is out of memory); free memory "
-                "and run the same command again"
-            ) from None
-        raise RuntimeError("a process that tokenises rows failed (see above)") from None
-    if error:
-        raise UserError(error)
+def _require_success(process: multiprocessing.process.BaseProcess) -> None:
+    if process.exitcode:
+        raise UserError(
+            f"a process that tokenises rows ended with exit code {process.exitcode} (-9: often, the machine is out of "
+            "memory); free memory, or correct what is said above, and run the same command again"
+        )
 
 
-def _run_job(job: Callable[[], object], sender: Connection, parent: int) -> None:
-    _leave_signals_to(parent)
-    try:
-        job()
-        sender.send("")
-    except UserError as error:
-        sender.send(str(error))
-
-
-def _leave_signals_to(parent: int) -> None:
-    """In a process forked by `parent`: ignore Ctrl-C, which the parent handles, and end when the parent ends."""
+def _run_job(job: Callable[[], object], parent: int) -> None:
+    """Ignores Ctrl-C, which the parent handles, and ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end_with_parent(parent)
+    job()

@@ -106,12 +106,6 @@ def dropped(report: Tree) -> dict[str, int]:
     return {reason: count for reason, count in count_outcomes(report).items() if reason not in NORMAL_OUTCOMES}
 
 
-def is_cut(report: Tree) -> bool:
-    """Whether a limit on tokens has cut or dropped a row."""
-    cut = any(report[name]["shortened"] for name in SPLITS)
-    return cut or not TOO_LONG.isdisjoint(dropped(report))
-
-
 def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]:
     """Warnings on the rows of a phase before training: how many were truncated, and how many other phases own."""
     warnings, train = [], report["train"]
@@ -184,8 +178,8 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
             first = {reason: f", first in {at[0]}" for reason, at in locations(report).items()}
             counts = "; ".join(f"{count} {reason}{first.get(reason, '')}" for reason, count in reasons.items())
             cure = (
-                "raise --max-length or --max-prompt-length (rlhf preview says to what), or cut such rows with "
-                "--truncate tokens"
+                "raise --max-length or --max-prompt-length (rlhf preview with larger ones prints the lengths), or cut "
+                "such rows with --truncate tokens"
                 if not TOO_LONG.isdisjoint(reasons)
                 else "fix the data"
             )

@@ -8,15 +8,11 @@ from pydantic import Field
 
 from data.config import DataOptions
 from rlhf import console
-from rlhf.config import Tree, parser
+from rlhf.config import parser
 from rlhf.errors import UserError
 
 MODELS = ("model", "actor")
 """models in a stage's output directory that have a tokenizer"""
-UNLIMITED = 2**24
-"""tokens; no row is longer"""
-MEASURED = 20_000
-"""rows whose lengths are measured without limits"""
 
 
 class PreviewConfig(DataOptions):
@@ -43,27 +39,6 @@ def undivided(options: PreviewConfig, phase: str) -> PreviewConfig:
     return options.model_copy(update={"data_split": shares, "eval_fraction": 0.0, "max_dropped": 1.0})
 
 
-def lengths_without_limits(options: PreviewConfig, recipe: Any, tokenizer: Any, opened: Any) -> tuple[Tree, str] | None:
-    """(tokens of all rows, the limits that hold them) if a limit cuts or drops a row of `opened`, or all rows (None).
-
-    Of more than MEASURED rows, a random sample of as many.
-    """
-    from data.dataset import open_datasets
-    from data.prepare.report import is_cut
-    from data.preview import show
-
-    if recipe.objective == "text" or (opened is not None and not is_cut(opened.report)):
-        return None
-    most = min(MEASURED, options.max_train_rows or MEASURED)
-    limits = {"max_length": UNLIMITED, "max_prompt_length": UNLIMITED, "max_train_rows": most}
-    try:
-        train = open_datasets(undivided(options, recipe.phase).model_copy(update=limits), recipe, tokenizer).train
-    except UserError:
-        return None
-    lengths = {"prompt": train.prompt_lengths} if recipe.phase == "ppo" else show.lengths(train, recipe)
-    return lengths, show.limits_that_hold(lengths)
-
-
 def preview(options: PreviewConfig) -> list[str]:
     """Print every phase that the data can serve. Returns an error message for each other phase.
 
@@ -88,14 +63,10 @@ def preview(options: PreviewConfig) -> list[str]:
     for phase in dict.fromkeys(options.phases):
         recipe = recipes[phase]
         datasets, error = _open(options, recipe, tokenizer)
-        measured = lengths_without_limits(options, recipe, tokenizer, datasets)
         if datasets is not None:
             screen.show(datasets, recipe, options.rows)
-        if measured is not None:
-            screen.show_lengths(*measured)
         if error:
-            shown = "" if datasets is None else f"; above are all rows that {phase} can use"
-            errors.append(error + shown + (f"; {measured[1]}" if measured is not None else ""))
+            errors.append(error if datasets is None else f"{error}; above are all rows that {phase} can use")
     return list(dict.fromkeys(errors))
 
 

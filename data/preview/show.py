@@ -23,7 +23,8 @@ SHOWN_LOCATIONS = 5
 MAX_SHOWN = 1000
 """characters of a segment that are shown"""
 CONTEXT, LEARNED, SPECIAL, TITLE = "cyan", "green", " bold", "dim"
-MARKS, PLAIN_MARKS = ("⟦", "⟧"), ("[[", "]]")
+MARKS = ("⟦", "⟧")
+"""around the tokens of the loss"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,10 @@ def describe_frame(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Screen:
-    """Prints the data of a phase. Without colours, brackets mark the tokens of the loss."""
+    """Prints the data of a phase. Brackets mark the tokens of the loss, colours too where the terminal has them."""
 
     def __init__(self, console: Console, tokenizer: PreTrainedTokenizerBase) -> None:
         self._console, self._tokenizer = console, tokenizer
-        coloured = console.color_system is not None and not console.no_color
-        plain = MARKS if console.encoding.lower().startswith("utf") else PLAIN_MARKS
-        self._marks = ("", "") if coloured else plain
 
     def show(self, opened: PhaseData, recipe: Recipe, rows: int) -> None:
         """Print the first `rows` training rows and the statistics."""
@@ -128,24 +126,18 @@ class Screen:
             self._print(escape_control(f"{reason}: {', '.join(shown[:SHOWN_LOCATIONS])}{more}"))
         self._print("")
 
-    def show_lengths(self, measured: dict[str, np.ndarray], proposal: str) -> None:
-        """Print the lengths of all rows as they are without limits, and which limits hold them."""
-        self._console.print(_length_table(measured, "tokens without limits"))
-        self._print(f"\n{proposal}\n")
-
     def _print(self, text: str | Text, style: str = "") -> None:
         self._console.print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
     def _style(self, segments: Iterable[TokenSegment]) -> Text:
         styled = Text()
         for learned, group in groupby(segments, key=lambda segment: segment.learned):
-            opening, closing = self._marks if learned else ("", "")
-            styled.append(opening)
+            styled.append(MARKS[0] * learned)
             for segment in group:
                 styled.append(
                     escape_control(segment.text), (LEARNED if learned else CONTEXT) + SPECIAL * segment.special
                 )
-            styled.append(closing)
+            styled.append(MARKS[1] * learned)
         return styled
 
 
@@ -162,23 +154,13 @@ def lengths(train: PromptDataset, recipe: Recipe) -> dict[str, np.ndarray]:
     return ({"prompt": train.prompt_lengths} if has_prompt else {}) | {"whole": train.lengths}
 
 
-def limits_that_hold(measured: dict[str, np.ndarray]) -> str:
-    """The limits under which 95 % and all of the rows stay whole."""
-    names = {"whole": "--max-length", "prompt": "--max-prompt-length"}
-    shares = []
-    for share in (95, 100):
-        limits = [f"{names[name]} {_percentile(measured[name], share)}" for name in names if name in measured]
-        shares.append(f"{' '.join(limits)} holds {'all' if share == 100 else f'{share} %'}")
-    return f"{' and '.join(shares)} of the {len(next(iter(measured.values()))):,} rows whole"
-
-
 def _percentile(tokens: np.ndarray, share: int) -> int:
     return int(np.percentile(tokens, share, method="inverted_cdf"))
 
 
-def _length_table(measured: dict[str, np.ndarray], title: str = "tokens") -> Table:
+def _length_table(measured: dict[str, np.ndarray]) -> Table:
     """Percentiles of tokens."""
-    table = _table(title, *("max" if share == 100 else f"{share} %" for share in PERCENTILES))
+    table = _table("tokens", *("max" if share == 100 else f"{share} %" for share in PERCENTILES))
     for name, tokens in measured.items():
         table.add_row(name, *(f"{_percentile(tokens, share):,}" for share in PERCENTILES))
     return table

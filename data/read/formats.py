@@ -31,17 +31,7 @@ MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 """how a list of messages begins that someone has written into a cell"""
 UTF8 = "expected UTF-8; convert the file, e.g. with iconv"
 
-SIGNATURES = (
-    (b"\x1f\x8b", "a gzip file", "add .gz to its name"),
-    (b"\x28\xb5\x2f\xfd", "a zstd file", "decompress it, or compress it with gzip"),
-    (b"\xfd7zXZ", "an xz file", "decompress it, or compress it with gzip"),
-    (b"BZh91AY&SY", "a bzip2 file", "decompress it, or compress it with gzip"),
-    (b"PK\x03\x04", "a zip archive or a spreadsheet", "unpack it, or save it as CSV"),
-    (b"PAR1", "a parquet file", "name it .parquet"),
-    (b"version https://git-lfs", "a Git LFS pointer", "fetch the file: git lfs pull"),
-    (b"<!doctype html", "a web page", "download the file itself"),
-    (b"<html", "a web page", "download the file itself"),
-)
+LFS_POINTER = b"version https://git-lfs"
 
 
 def suffix(path: DataFile) -> str:
@@ -69,7 +59,7 @@ def _open_file(path: DataFile) -> Iterator[IO[bytes]]:
         try:
             with _decompressed(path) as file:
                 head = file.peek(64)[:64]
-                _refuse_signature(path, head)
+                _refuse_no_text(path, head)
                 if head.startswith(codecs.BOM_UTF8):
                     file.read(len(codecs.BOM_UTF8))
                 yield file
@@ -87,20 +77,13 @@ def _decompressed(path: DataFile) -> io.BufferedReader:
     return io.BufferedReader(raw, BUFFER)
 
 
-def _refuse_signature(path: DataFile, head: bytes) -> None:
-    """Raises: UserError if a file begins like one of another format."""
-    file_type = suffix(path)
-    for signature, name, cure in SIGNATURES:
-        valid = (signature == b"PAR1" and file_type == ".parquet") or (
-            signature.startswith(b"<") and file_type == ".txt"
-        )
-        if head.lower().startswith(signature.lower()) and not valid:
-            raise UserError(f"{path}: got {name}, expected {file_type}; {cure}")
-    if head and not head.strip(b"\0"):
-        raise UserError(f"{path}: begins with zero bytes, as a file that was not written to its end; fetch it again")
-    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or head.count(b"\0") * 3 > len(head)
-    if is_utf16 and file_type != ".parquet":
-        raise UserError(f"{path}: got UTF-16 or UTF-32, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+def _refuse_no_text(path: DataFile, head: bytes) -> None:
+    """Raises: UserError for a pointer in place of a file, and for zero bytes, which UTF-8 allows and no text has."""
+    if head.startswith(LFS_POINTER):
+        raise UserError(f"{path}: got a Git LFS pointer, expected {suffix(path)}; fetch the file: git lfs pull")
+    if b"\0" in head[:8] and suffix(path) != ".parquet":
+        cure = "convert UTF-16 with iconv -f UTF-16 -t UTF-8, unpack an archive, or fetch the file again"
+        raise UserError(f"{path}: begins with zero bytes, expected {suffix(path)} in UTF-8; {cure}")
 
 
 def _read_json(path: DataFile, file: IO[bytes]) -> LocatedRecords:
@@ -108,18 +91,10 @@ def _read_json(path: DataFile, file: IO[bytes]) -> LocatedRecords:
     head = cast(io.BufferedReader, file).peek(1 << 16).lstrip()
     if head.startswith(b"["):
         yield from parse_array(_decode(path, 1, file.read()), path)
-    else:
-        yield from _read_json_lines(path, file)
-
-
-def _read_json_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
-    first = True
+        return
     for number, line in enumerate(file, 1):
         if line.isspace():
             continue
-        if first:
-            _refuse_layout(path, number, line)
-            first = False
         location = f"{path}:{number}"
         try:
             yield location, parse_record(line.decode(), location)
@@ -127,20 +102,6 @@ def _read_json_lines(path: DataFile, file: IO[bytes]) -> LocatedRecords:
             yield location, Skipped(_not_utf8(location, error), bad=True)
         except UserError as error:
             yield location, Skipped(str(error), bad=True)
-
-
-def _refuse_layout(path: DataFile, number: int, line: bytes) -> None:
-    """Raises: UserError if the first line shows that the file does not have one row per line."""
-    start = line.strip()
-    if start[:1] == b"[":
-        raise UserError(
-            f"{path}:{number}: got an array, expected one object per line; rename a file of one array to .json"
-        )
-    if start == b"{":
-        raise UserError(
-            f"{path}:{number}: got an object over several lines, expected one row per line (convert with "
-            "jq -c . FILE), or one array of rows in a .json file"
-        )
 
 
 def _not_utf8(location: str, error: UnicodeDecodeError, offset: int = 0) -> str:
@@ -267,8 +228,8 @@ def _read_parquet(path: DataFile, file: IO[bytes]) -> LocatedRecords:
 
 FORMATS: dict[str, Callable[[DataFile, IO[bytes]], LocatedRecords]] = {
     ".json": _read_json,
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
     ".csv": partial(_read_csv, delimiter=","),
     ".tsv": partial(_read_csv, delimiter="\t"),
     ".parquet": _read_parquet,

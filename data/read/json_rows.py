@@ -3,7 +3,6 @@
 Python's own decoder accepts NaN and repeated keys, which DECODER refuses.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from json import JSONDecodeError
@@ -14,7 +13,10 @@ from data.read.remote import DataFile
 from rlhf.errors import UserError
 from rlhf.text.strict_json import DECODER
 
-SPACE = re.compile(r"[ \t\r\n]*")
+OPENING = re.compile(r"[ \t\r\n]*\[[ \t\r\n]*+(?!\])")
+COMMA = re.compile(r"[ \t\r\n]*,[ \t\r\n]*")
+CLOSING = re.compile(r"[ \t\r\n]*(\[[ \t\r\n]*)?\][ \t\r\n]*")
+"""of an array, which has no opening before it but where it is empty"""
 TYPE_NAMES = {
     list: "an array",
     str: "text",
@@ -56,30 +58,15 @@ def parse_array(text: str, path: DataFile) -> Iterator[tuple[str, Record | Skipp
 
     Raises: UserError if an element or the array is not valid JSON, because what follows cannot be divided into rows.
     """
-    position = _skip_space(text, text.index("[") + 1)
-    number, line, counted = 0, 1, 0
-    separator = "]" if text.startswith("]", position) else ","
+    number, line, start, end = 0, 1, 0, 0
     try:
-        while separator == ",":
-            number, line, counted = number + 1, line + text.count("\n", counted, position), position
+        while opening := (COMMA if number else OPENING).match(text, end):
+            number, line, start = number + 1, line + text.count("\n", start, opening.end()), opening.end()
             location = f"{path}:{line}: row {number}"
-            value, end = DECODER.raw_decode(text, position)
+            value, end = DECODER.raw_decode(text, start)
             yield location, value if type(value) is dict else Skipped(_not_an_object(value, location), bad=True)
-            position = _skip_space(text, end)
-            separator = text[position : position + 1]
-            if separator not in (",", "]"):
-                got = json.dumps(separator) if separator else "the end of the file (is it cut off?)"
-                raise JSONDecodeError(f"got {got}, expected ',' or ']'", text, position)
-            position = _skip_space(text, position + 1)
-        end = position if number else _skip_space(text, position + 1)
-        if end < len(text):
-            raise JSONDecodeError("something follows the array", text, end)
+        if not CLOSING.fullmatch(text, end):
+            raise JSONDecodeError("expected ',' or ']' and then the end of the file; is it cut off?", text, end)
     except (ValueError, RecursionError) as error:
         location = f"{path}:{error.lineno}" if isinstance(error, JSONDecodeError) else location
         raise UserError(f"{location}: not valid JSON: {_reason(error)}; expected one array of objects") from None
-
-
-def _skip_space(text: str, position: int) -> int:
-    match = SPACE.match(text, position)
-    assert match is not None
-    return match.end()

@@ -7,7 +7,6 @@ is copied to the disk; only the tokenised rows are stored.
 import contextlib
 import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 URL = re.compile(r"(?:s3|gs|az|abfs|https|memory)://(?:(?!::).)+", re.DOTALL)
 """fsspec also reads archives, local caches and chains of these (`a::b`), which are refused; `memory` is for tests"""
-STORE_ERRORS = (("aiohttp", "ClientError"), ("botocore.exceptions", "BotoCoreError"), ("gcsfs.retry", "HttpError"))
-"""errors of a request beside OSError: the module, which need not be installed, and the exception"""
 
 
 def is_remote(path: str) -> bool:
@@ -42,7 +39,7 @@ class RemoteFile:
     @property
     def name(self) -> str:
         """The last part of the path: without the query of a web address, such as a token."""
-        path = self.url.partition("?")[0].partition("#")[0] if self.url.startswith("https:") else self.url
+        path = re.split("[?#]", self.url)[0] if self.url.startswith("https:") else self.url
         return PurePosixPath(path).name
 
     @property
@@ -51,17 +48,13 @@ class RemoteFile:
 
     def open(self) -> "AbstractBufferedFile":
         """Its bytes."""
-        return self.store.open(self._path, "rb")
+        return self.store.open(self.url, "rb")
 
     def digest(self) -> bytes:
         """Of the store's metadata: size, ETag or modification time. Raises: UserError if the file cannot be read."""
         with refuse_failures(self):
-            metadata = self.store.info(self._path)
+            metadata = self.store.info(self.url)
         return hashlib.sha256(repr(sorted(metadata.items(), key=repr)).encode()).digest()
-
-    @property
-    def _path(self) -> str:
-        return str(self.store._strip_protocol(self.url))
 
 
 DataFile = Path | RemoteFile
@@ -74,17 +67,13 @@ def find_files(url: str) -> list[RemoteFile]:
     """
     import fsspec  # a tenth of a second, needed here only
 
-    try:
+    with refuse_failures(url, ImportError, ValueError):
         store, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{url}: cannot be read: {reason}; or download it and give its path") from None
-    if "*" not in url:
-        file = RemoteFile(url, store)
-        file.digest()
-        return [file]
-    with refuse_failures(url):
-        return [RemoteFile(store.unstrip_protocol(name), store) for name in sorted(store.glob(path))]
+        if "*" in url:
+            return [RemoteFile(store.unstrip_protocol(name), store) for name in sorted(store.glob(path))]
+    file = RemoteFile(url, store)
+    file.digest()
+    return [file]
 
 
 @contextlib.contextmanager
@@ -93,16 +82,11 @@ def refuse_failures(name: object, *errors: type[Exception]) -> Iterator[None]:
 
     name: what is read
     """
+    failures: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         yield
     except UserError:
         raise
-    except (*_request_errors(), *errors) as error:
-        missing = isinstance(error, FileNotFoundError) and not error.strerror  # a store says only the name
-        reason = "no such file" if missing else getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
-        raise UserError(f"{name}: cannot be read: {reason or type(error).__name__}") from None
-
-
-def _request_errors() -> tuple[type[Exception], ...]:
-    store_errors = (getattr(sys.modules.get(module), name, None) for module, name in STORE_ERRORS)
-    return (OSError, *(error for error in store_errors if error is not None))
+    except failures as error:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(f"{name}: cannot be read: {reason}") from None

@@ -11,19 +11,22 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
 
 from data.read.columns import read_choice
+from data.read.formats import LocatedRecords
 from data.read.paths import TableConfig, open_path
-from data.read.records import Phase, Skipped, read_text
+from data.read.records import Phase, Record, Skipped, read_text
 from data.read.remote import refuse_failures
+from data.read.table import Table
 from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 HUB_IDS = ("cornell-movie-review-data/rotten_tomatoes",)
-Sentences = list[str | Skipped]
+PHASES: dict[Phase, str] = {"sft": "sft", "reward": "reward", "ppo": "ppo"}
 
 
 class Config(TableConfig):
@@ -33,121 +36,103 @@ class Config(TableConfig):
     """words of a sentence that are the prompt"""
 
 
+class Reviews(Table):
+    remote = False  # the sentences of the hub count in the digest of a run's data, as they did in its first version
+
+
 @dataclass(frozen=True, slots=True)
-class Reviews:
-    config: Config
-    path: str
+class TwoFiles:
+    """The original files, one sentence a line, as records of text and label."""
 
-    def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        """sft: both sentences of each pair; reward: the pairs, with an empty prompt; ppo: the first words.
+    files: tuple[Path, ...]
+    """the positive sentences, the negative ones"""
 
-        `columns["label"]` of a single sentence is 1 if it is positive, else 0.
-        """
-        pairs, skipped = self._pairs()
-        yield from skipped
-        for (positive, negative), group in zip(pairs, self._groups(pairs), strict=True):
-            if phase == "reward":
-                yield Row((), positive, negative, group)
-                continue
-            for label, sentence in ((1, positive), (0, negative)):
-                prompt, response = self._cut(sentence)
-                yield Row(
-                    (Message("user", prompt),), response if phase == "sft" else None, None, group, {"label": label}
-                )
+    def records(self, split: str, config: TableConfig) -> LocatedRecords:
+        for file, label in zip(self.files, (1, 0), strict=True):
+            for number, line in enumerate(_read_text(file).split("\n"), 1):
+                if line.strip():
+                    yield f"{file}:{number}", {"text": line, "label": label}
 
-    def fingerprint(self, phase: Phase) -> str:
-        """A text that changes whenever the rows change."""
-        if not _is_directory(self.path):
-            return open_path(self.path).fingerprint(self.config.split or "train", self.config)
-        digest = hashlib.sha256(repr((phase, self.config)).encode())
-        for side in ("pos", "neg"):
-            digest.update(hashlib.sha256(_find_file(self.path, side).read_bytes()).digest())
+    def fingerprint(self, split: str, config: TableConfig) -> str:
+        """split: the phase, which is a part of the digest of old runs"""
+        digest = hashlib.sha256(repr((split, config)).encode())
+        for file in self.files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
         return digest.hexdigest()
-
-    def _pairs(self) -> tuple[list[tuple[str, str]], list[Skipped]]:
-        """(pairs of the i-th positive and the i-th negative sentence, sentences that are left out)."""
-        is_directory = _is_directory(self.path)
-        sides = _read_files(self.path) if is_directory else _read_table(self.path, self.config)
-        skipped = [sentence for side in sides for sentence in side if isinstance(sentence, Skipped)]
-        detokenized = [[detokenize(sentence) for sentence in side if isinstance(sentence, str)] for side in sides]
-        positive, negative = (list(dict.fromkeys(side)) for side in detokenized)
-        skipped += [Skipped("repeated sentence")] * (sum(map(len, detokenized)) - len(positive) - len(negative))
-        skipped += [Skipped("no sentence of the other kind left for it")] * abs(len(positive) - len(negative))
-        return list(zip(positive, negative, strict=False)), skipped
-
-    def _groups(self, pairs: list[tuple[str, str]]) -> list[str]:
-        """The group of each pair. Pairs that share a prompt, directly or through other pairs, have one group."""
-        parent: dict[str, str] = {}
-
-        def root(prompt: str) -> str:
-            while parent.setdefault(prompt, prompt) != prompt:
-                prompt = parent[prompt]
-            return prompt
-
-        first = [(self._cut(positive)[0], self._cut(negative)[0]) for positive, negative in pairs]
-        for positive, negative in first:
-            low, high = sorted((root(positive), root(negative)))
-            parent[high] = low
-        return [root(positive) for positive, _ in first]
-
-    def _cut(self, sentence: str) -> tuple[str, str]:
-        """(the first words, the rest with the space before it)."""
-        words = " ".join(sentence.split(" ")[: self.config.prompt_words])
-        return words, sentence.removeprefix(words)
 
 
 def build(config: Config, path: str) -> Reviews:
-    if not path:
-        raise UserError("rt_polarity: got no path, expected rt_polarity:DIRECTORY or rt_polarity:HUB_ID")
-    if _is_directory(path):
-        _find_file(path, "pos"), _find_file(path, "neg")
-    else:
-        open_path(path)
-    return Reviews(config, path)
+    combine, folder = partial(review_rows, words=config.prompt_words), Path(path).expanduser()
+    if path and folder.is_dir():
+        files = tuple(_find_file(folder, side) for side in ("pos", "neg"))
+        return Reviews(TwoFiles(files), config, parse, combine, splits=PHASES)
+    return Reviews(open_path(path or HUB_IDS[0]), config, parse, combine)
 
 
-def _is_directory(path: str) -> bool:
-    """Whether the path is a directory with the two original files, and not a table."""
-    return Path(path).expanduser().is_dir()
+def _find_file(folder: Path, side: str) -> Path:
+    for file in (folder / f"rt-polarity.{side}", folder / f"rt-polarity.{side}.gz"):
+        if file.is_file():
+            return file
+    raise UserError(f"{folder}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
 
 
-def _find_file(path: str, side: str) -> Path:
-    for name in (f"rt-polarity.{side}", f"rt-polarity.{side}.gz"):
-        if (Path(path).expanduser() / name).is_file():
-            return Path(path).expanduser() / name
-    raise UserError(f"{path}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
-
-
-def _read_files(path: str) -> list[Sentences]:
-    return [_read_sentences(_find_file(path, side)) for side in ("pos", "neg")]
-
-
-def _read_sentences(path: Path) -> Sentences:
-    """The lines that are not blank. The original files are in Latin-1, some copies in UTF-8."""
+def _read_text(path: Path) -> str:
+    """The original files are in Latin-1, some copies in UTF-8."""
     with refuse_failures(path, EOFError), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         data = file.read()
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = data.decode("latin-1")
-    lines: Sentences = [line.strip() for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise UserError(f"{path}: 0 sentences; expected one a line")
-    return lines
+        return data.decode("latin-1")
 
 
-def _read_table(path: str, config: Config) -> list[Sentences]:
-    sides: list[Sentences] = [[], []]
-    for location, record in open_path(path).records(config.split or "train", config):
-        if isinstance(record, Skipped):
-            sides[0].append(record)
+def parse(record: Record, location: str) -> tuple[int, str]:
+    """(1 for a positive sentence, else 0; the sentence)."""
+    return read_choice(record, "label", location, (0, 1)), detokenize(read_text(record, "text", location))
+
+
+def review_rows(items: Iterator[tuple[int, str] | Skipped], phase: Phase, words: int) -> Iterator[Row | Skipped]:
+    """sft: both sentences of each pair; reward: the pairs, with an empty prompt; ppo: the first words.
+
+    The i-th positive and the i-th negative sentence are a pair. `columns["label"]` of a single sentence is its label.
+    """
+    sides: tuple[list[str], list[str]] = ([], [])
+    for item in items:
+        if isinstance(item, Skipped):
+            yield item
+        else:
+            sides[item[0]].append(item[1])
+    negative, positive = (list(dict.fromkeys(side)) for side in sides)
+    yield from [Skipped("repeated sentence")] * (sum(map(len, sides)) - len(positive) - len(negative))
+    yield from [Skipped("no sentence of the other kind left for it")] * abs(len(positive) - len(negative))
+    pairs = list(zip(positive, negative, strict=False))
+    for pair, group in zip(pairs, _groups(pairs, words), strict=True):
+        if phase == "reward":
+            yield Row((), *pair, group)
             continue
-        try:
-            positive = read_choice(record, "label", location, (0, 1))
-            sides[0 if positive else 1].append(read_text(record, "text", location))
-        except UserError as error:
-            sides[0].append(Skipped(str(error), bad=True))
-    return sides
+        for label, sentence in zip((1, 0), pair, strict=True):
+            prompt = _first_words(sentence, words)
+            response = sentence.removeprefix(prompt) if phase == "sft" else None
+            yield Row((Message("user", prompt),), response, None, group, {"label": label})
+
+
+def _groups(pairs: list[tuple[str, str]], words: int) -> list[str]:
+    """The group of each pair. Pairs that share a prompt, directly or through other pairs, have one group."""
+    parent: dict[str, str] = {}
+
+    def root(prompt: str) -> str:
+        while parent.setdefault(prompt, prompt) != prompt:
+            prompt = parent[prompt]
+        return prompt
+
+    for pair in pairs:
+        low, high = sorted(root(_first_words(sentence, words)) for sentence in pair)
+        parent[high] = low
+    return [root(_first_words(positive, words)) for positive, _ in pairs]
+
+
+def _first_words(sentence: str, count: int) -> str:
+    return " ".join(sentence.split(" ")[:count])
 
 
 def detokenize(sentence: str) -> str:

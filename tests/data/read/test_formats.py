@@ -21,7 +21,7 @@ ROWS = [
     {"prompt": "two\nlines, \ttab", "response": ""},
     {"prompt": "\x00\x07 ' \\n", "response": "漢字 🙂"},
 ]
-TEXTS = ["x.jsonl", "x.ndjson", "x.json", "array.json", "pretty.json", "x.csv", "x.tsv"]
+TEXTS = ["x.jsonl", "x.ndjson", "x.json", "array.json", "array.jsonl", "pretty.json", "x.csv", "x.tsv"]
 
 
 def content_of(name: str, rows: list[dict[str, Any]]) -> bytes:

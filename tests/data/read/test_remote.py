@@ -81,13 +81,13 @@ def test_a_failed_request_is_one_line(error: OSError, store: MemoryFileSystem, m
 
     monkeypatch.setattr(MemoryFile, "readinto", failing)
     monkeypatch.setattr("data.read.formats.BUFFER", 10_000)
-    assert refusal("memory://x.jsonl") == f"memory://x.jsonl: cannot be read: {error.strerror or error}"
+    assert refusal("memory://x.jsonl") == f"memory://x.jsonl: cannot be read: {error.strerror or 'OSError: reset'}"
 
 
 def test_what_is_not_there_is_one_line(store: MemoryFileSystem) -> None:
-    assert refusal("memory://no.jsonl") == "memory://no.jsonl: cannot be read: no such file"
+    assert refusal("memory://no.jsonl") == "memory://no.jsonl: cannot be read: FileNotFoundError: /no.jsonl"
     assert refusal("memory://no/*.jsonl").startswith("memory://no/*.jsonl: no such data file, expected .json")
-    assert refusal("s3://bucket/x.jsonl").startswith("s3://bucket/x.jsonl: cannot be read: Install s3fs")
+    assert refusal("s3://bucket/x.jsonl").startswith("s3://bucket/x.jsonl: cannot be read: ImportError: Install s3fs")
     for other in ("zzz://x.jsonl", "https://a/x.jsonl::memory://b"):
         assert refusal(other).startswith(f"{other}: no such file or directory")
 
