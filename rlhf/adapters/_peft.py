@@ -1,4 +1,4 @@
-"""Wrap, disable and merge for every method of peft that changes layers. A method's file has only its options."""
+"""Wrap, disable and merge for every method of peft that changes layers. A method's file or row has only its options."""
 
 import contextlib
 import copy
@@ -11,18 +11,10 @@ from peft import PeftConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rlhf.config import Config as Base
 from rlhf.config.options import EngineOptions
 from rlhf.distributed.zero3 import gather_weights, library_support
 from rlhf.errors import UserError
 from rlhf.models.adapter_files import merged_weights, method_name, tuner_layers
-
-
-class Targets(Base):
-    """The option of methods that change linear layers."""
-
-    target_modules: str | list[str] = "all-linear"
-    """layers that the method changes, as peft names them: all-linear, a list of names, or a regular expression"""
 
 
 class PeftAdapter:
@@ -80,6 +72,13 @@ class PeftAdapter:
         """The merged weights of one layer by their names in it, on the CPU, in the dtype of the layer's own weights."""
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
         return {name: value.to("cpu", dtypes[name]) for name, value in merged_weights(layer).items()}
+
+
+class TrainableTokens(PeftAdapter):
+    """peft copies rows of the embeddings; those of sharded weights it would copy on CUDA only."""
+
+    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        return gather_weights(model.get_input_embeddings().parameters())
 
 
 def refuse_compiler(options: EngineOptions, method: str) -> None:

@@ -12,8 +12,7 @@ import peft
 from peft import PeftConfig
 from pydantic import ConfigDict, Field, NonNegativeInt, create_model
 
-from rlhf.adapters import _layers
-from rlhf.adapters._peft import PeftAdapter
+from rlhf.adapters._peft import PeftAdapter, TrainableTokens
 from rlhf.config import Config
 from rlhf.errors import UserError
 
@@ -66,7 +65,6 @@ LAYERS: Mapping[str, Option] = {
         str | list[str],
     )
 }  # fmt: skip
-SCALE = "the update is scaled by alpha / r"
 
 ROWS: Mapping[str, Method] = MappingProxyType({
     # (IA)^3: learned scales of keys, values and the inputs of feed-forward layers (arXiv 2205.05638). Accuracy 0.31 at
@@ -76,28 +74,11 @@ ROWS: Mapping[str, Method] = MappingProxyType({
                                  "layer, as peft knows the model", Names),
         "feedforward_modules": Option(None, "those whose inputs are scaled instead", Names),
     }),
-    # LN tuning: only weights and biases of the normalisation layers are trained (arXiv 2312.11420). The rate of BitFit,
-    # which has about as few weights: at 1e-4 accuracy 0.00.
-    "ln_tuning": Method(peft.LNTuningConfig, 1e-3, {}, adapter=_layers.LNTuning),
-    # LoHa: the Hadamard product of two low-rank matrices (FedPara, arXiv 2108.06098). A product of four matrices, of
-    # which one starts at 0, learns more slowly than LoRA: accuracy 0.39 at 1e-4.
-    "loha": Method(peft.LoHaConfig, 5e-4, {
-        **LAYERS,
-        "r": Option(16, "rank of the two matrices; the update has a rank of up to r * r", ge=1),
-        "alpha": Option(32, SCALE, ge=1),
-    }, adapter=_layers.LoHa),
-    # MiSS: one small matrix for each layer, repeated along its inputs (arXiv 2409.15371). Accuracy 0.49.
-    "miss": Method(peft.MissConfig, 1e-4, {**LAYERS, "r": Option(64, "rows of the matrix", ge=1)}),
-    # OFT: weights times orthogonal matrices of blocks (arXiv 2306.07280). Accuracy 0.49.
-    "oft": Method(peft.OFTConfig, 1e-4, {
-        **LAYERS,
-        "oft_block_size": Option(32, "rows of each block; peft takes the nearest divisor of the layer's inputs", ge=2),
-    }, {"r": 0}),
     # Some rows of the embeddings, and of a head that is tied to them; for new tokens, say. The rate is that of peft's
     # prompt tuning, which also trains rows of embeddings.
     "trainable_tokens": Method(peft.TrainableTokensConfig, 1e-3, {
         "token_indices": Option(..., "ids of the tokens", list[NonNegativeInt], min_length=1),
-    }, adapter=_layers.TrainableTokens),
+    }, adapter=TrainableTokens),
     # VeRA: two learned vectors scale a random low-rank update that all layers share (arXiv 2310.11454). Accuracy 0.35.
     "vera": Method(peft.VeraConfig, 1e-3, {
         **LAYERS,

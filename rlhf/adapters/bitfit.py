@@ -41,7 +41,7 @@ class BitFit:
         if not any(weight.requires_grad for weight in model.parameters()):
             raise UserError(
                 f"adapter bitfit, {model.config.model_type} model: it has no biases, expected a model with some, such "
-                "as OPT, GPT-2 or Qwen2.5; ln_tuning trains as few weights"
+                "as OPT, GPT-2 or Qwen2.5; ia3 trains as few weights"
             )
 
     @contextlib.contextmanager

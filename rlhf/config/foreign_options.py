@@ -12,12 +12,18 @@ VIRTUAL_TOKENS = (
     "no virtual tokens: they cannot be merged into a model, which the next stages and other programs load; "
     "--adapter bitfit or ia3 trains about as few weights"
 )
+LORA = "--adapter lora: that method gained no more than it, within the intervals (docs/adapters.md)"
 OWN_TRACKER = "a tracker of yours, --report-to my_tracker.py (docs/extending.md)"
 METHODS = {
     "qlora": "--adapter lora --quantize nf4: QLoRA is LoRA on weights of 4 bits",
     "dora": "--adapter lora,use_dora=true",
     "rslora": "--adapter lora,use_rslora=true",
-    "pissa": "--adapter lora,init_lora_weights=pissa",
+    "pissa": LORA,
+    "olora": LORA,
+    "oft": LORA,
+    "miss": LORA,
+    "loha": LORA,
+    "ln_tuning": "--adapter ia3: it trains as few weights; bitfit trains the biases of a model that has some",
     "bit_fit": "--adapter bitfit",
     "prompt_tuning": VIRTUAL_TOKENS,
     "prefix_tuning": VIRTUAL_TOKENS,

@@ -386,8 +386,6 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
 
 def test_methods_that_change_the_base_cannot_share_it() -> None:
     for options, problem in (
-        (LoraConfig(init_lora_weights="pissa"), "gives each adapter a base of its own"),
-        (LoraConfig(bias="all"), "trains biases of the base model"),
         (PrefixTuningConfig(), "does not keep several independent adapters"),
         (None, "does not keep several independent adapters"),
     ):

@@ -95,7 +95,8 @@ def test_the_nearest_name_is_suggested(folder: str) -> None:
         ("qlora,r=8", "--adapter lora --quantize nf4: "),
         ("DoRA", "--adapter lora,use_dora=true"),
         ("rsLoRA", "--adapter lora,use_rslora=true"),
-        ("PiSSA", "--adapter lora,init_lora_weights=pissa"),
+        ("PiSSA", "--adapter lora: "),
+        ("ln_tuning", "--adapter ia3: "),
     ],
 )
 def test_a_method_that_has_another_name_here_is_answered(name: str, cure: str) -> None:

@@ -152,12 +152,12 @@ def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_rows_beside_trained_norms_are_merged(folder: Path, name: str) -> None:
-    plain, model, pieces = with_trained_rows(folder, name, "ln_tuning")
+def test_rows_beside_learned_scales_are_merged(folder: Path, name: str) -> None:
+    plain, model, pieces = with_trained_rows(folder, name, "ia3")
     disturb(model)
     ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
     expected = model(input_ids=ids).logits
-    plain.load_state_dict(full_state(model, "ln_tuning"))
+    plain.load_state_dict(full_state(model, "ia3"))
     torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
 
 

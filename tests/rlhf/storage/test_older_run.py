@@ -82,6 +82,21 @@ def test_a_checkpoint_that_lacks_a_number_names_the_version(older: Path) -> None
     assert "the stage cannot resume from it (KeyError('row')); another version of rlhf-pipeline wrote it" in ran.stderr
 
 
+def test_a_run_with_an_adapter_that_is_gone_is_reported_and_verified(older: Path) -> None:
+    """Also where its command is refused now."""
+    adapter, path = "lora,init_lora_weights=pissa", older / "finished/step1_sft/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["config"]["adapter"] = adapter
+    path.write_text(json.dumps(manifest | {"sha256": manifests.content_digest(manifest)}))
+    options = path.with_name("config.yaml")
+    options.write_text(options.read_text().replace("adapter: null", f"adapter: {adapter}"))
+    for words in ("report finished", "verify finished"):
+        ran = forked.python("-m", "rlhf", *words.split(), cwd=older)
+        assert ran.returncode == 0, ran.stderr + ran.stdout
+    ran = train(older, "--output-dir", "finished", "--adapter", adapter)
+    assert ran.stderr.count("\n") == 1 and "no option 'init_lora_weights'; have lora_alpha, r" in ran.stderr
+
+
 @pytest.mark.parametrize("path", ["finished/step1_sft/manifest.json", CHECKPOINT])
 def test_an_edited_manifest_is_damaged(path: str, older: Path) -> None:
     assert manifests.parse(older / path)[1] == ""
