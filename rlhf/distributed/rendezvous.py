@@ -4,14 +4,13 @@ The ranks exchange JSON through a key-value store, before any data is read or mo
 """
 
 import datetime
-import hashlib
 import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from rlhf.config import Tree
 from rlhf.config.options import RunOptions
 from rlhf.distributed import addresses
 from rlhf.errors import UserError
-from rlhf.shipped import PACKAGES, ROOT
 from rlhf.storage import manifests
 
 TIMEOUT = "RLHF_RENDEZVOUS_TIMEOUT_S"
@@ -170,30 +168,18 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def shared_properties(options: RunOptions, stage: str) -> dict[str, str]:
-    """name -> value of what all ranks must share: options, versions, digests of the code and of user files, and whether
-    the stage is finished: a rank that has nothing to do would leave the others waiting."""
+    """name -> value of what all ranks must share: options, versions (of this program a digest of its code), digests of
+    user files, and whether the stage is finished: a rank that has nothing to do would leave the others waiting."""
     values = options.model_dump(mode="json")
     properties = {f"--{name.replace('_', '-')}": json.dumps(value) for name, value in values.items()}
     properties |= {
-        name: version
-        for name, version in manifests.versions().items()
-        if name not in ("python", "platform", manifests.PROGRAM)  # of the code, the file that differs is named
+        name: version for name, version in manifests.versions().items() if name not in ("python", "platform")
     }
     properties["python"] = ".".join(map(str, sys.version_info[:2]))
     user_files = [path for path in re.findall(r"[\w./~-]+\.py\b", json.dumps(values)) if Path(path).is_file()]
     manifest = Path(options.output_dir) / stage / manifests.MANIFEST
     finished = {str(manifest): "finished"} if manifest.is_file() else {}
-    return properties | finished | dict(_code_digests()) | {path: _digest(Path(path)) for path in user_files}
-
-
-def _code_digests() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), _digest(path)
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return properties | finished | {path: str(manifests.digest(Path(path))["sha256"]) for path in user_files}
 
 
 def describe_differences(values: Mapping[int, Tree], size: int) -> str | None:

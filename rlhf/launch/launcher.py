@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhf.distributed.addresses import LOOPBACK, interface_of
 from rlhf.errors import UserError
-from rlhf.launch import forks, rank_variables
+from rlhf.launch import rank_variables
 from rlhf.launch.failure_summary import has_unsaved_steps
 from rlhf.launch.hosts import Deployment
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ExitStatus, GroupWatch, Ranks, Signals
@@ -37,8 +37,6 @@ def options_file(output_dir: str, stage: str) -> Path:
 def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitStatus:
     """Run `python -m module` in `target` processes of this machine, to their end; rlhf.launch.team runs several hosts.
 
-    One process may be a fork of this one, which spares it the imports.
-
     Returns the exit code of the first rank that failed, else 0; below 0 it is a signal, to this process or to a rank.
     rlhf.launch.supervisor.GroupWatch documents how signals and failures end all ranks. No process outlives this call.
     """
@@ -51,11 +49,7 @@ def run(module: str, argv: Sequence[str], target: int | Deployment = 1) -> ExitS
         for rank in range(processes):
             variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous} if rendezvous else {}
             environment = rank_environment(processes, grace_s) | variables | devices
-            if signals.waiting():
-                continue
-            if processes == 1 and forks.possible():
-                ranks.add(rank, forks.Fork(module, argv, environment))
-            else:
+            if not signals.waiting():
                 ranks.start(rank, command, environment)
         return GroupWatch(ranks, signals, grace_s, unsaved).wait()
 

@@ -82,21 +82,11 @@ class Group(Protocol):
     def signal(self, number: int) -> None: ...
 
 
-class Child(Protocol):
-    """A child process: a Popen, or a fork."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int | None: ...
-
-
 class Ranks:
     """Processes of this machine, each in its own session; at the end of the block all are killed."""
 
     def __init__(self) -> None:
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._reported: set[int] = set()
         self._states: dict[int, str] = {}
 
@@ -114,10 +104,6 @@ class Ranks:
         child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **streams)
         self._children[rank] = child
         return child
-
-    def add(self, rank: int, child: Child) -> None:
-        """A process that leads its own session."""
-        self._children[rank] = child
 
     def running(self) -> list[int]:
         return [rank for rank in self._children if rank not in self._reported]

@@ -24,7 +24,7 @@ from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
-from rlhf.launch import forks, rank_variables
+from rlhf.launch import rank_variables
 from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent
 from rlhf.launch.supervisor import GRACE_S, LAUNCHER, ORDERLY, REQUEUE, USER_ERROR
 
@@ -58,15 +58,14 @@ def requeue_on_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fast_imports() -> Iterator[None]:
-    """Inside, libraries are imported: threads that start are theirs, and no garbage is collected, because collections
-    find nothing then and take a fifth of the CPU time (1.0 of 5.2 s, 2026-11-23). torch's threads will sleep after a
-    shorter wait than by default, which is longer than a time slice of a core that another program also uses."""
+    """Inside, libraries are imported. No garbage is collected, because collections find nothing then and take a fifth
+    of the CPU time (1.0 of 5.2 s, 2026-11-23). torch's threads will sleep after a shorter wait than by default, which
+    is longer than a time slice of a core that another program also uses."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     enabled = gc.isenabled()
     gc.disable()
     try:
-        with forks.importing():
-            yield
+        yield
     finally:
         if enabled:
             gc.enable()

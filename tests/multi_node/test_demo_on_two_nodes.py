@@ -118,7 +118,7 @@ def test_hosts_with_other_code_refuse_each_other(hosts: World, tmp_path: Path) -
     with over(hosts.beta, LOSSES, changed):
         done = hosts.run(*chain(hosts, tmp_path / "out", "--steps", "1"))
     assert done.returncode == 2
-    assert "error: rank 1 on beta differs from rank 0 on alpha: rlhf/maths/losses.py differs" in done.stderr
+    assert "error: rank 1 on beta differs from rank 0 on alpha: rlhf-pipeline " in done.stderr
     nothing_left(hosts)
 
 

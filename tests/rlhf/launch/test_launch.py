@@ -98,7 +98,7 @@ def test_what_a_stage_leaves_running_is_ended_too(program: str) -> None:
 def launched(program: str, body: str, processes: int, tmp_path: Path, grace_s: float = 30.0) -> Iterator[BaseProcess]:
     """A process of its own that runs `program`, once every rank is ready; killed at the end if it is still there."""
     code = "import signal, sys; signal.signal(1, signal.SIG_DFL); signal.signal(2, signal.default_int_handler)\n"
-    code += "from rlhf.launch import forks, launcher; forks.possible = lambda: False\n"  # so it is known by its name
+    code += "from rlhf.launch import launcher\n"
     code += "from rlhf.launch.hosts import Deployment, LaunchOptions\n"
     code += f"where = Deployment({processes}, options=LaunchOptions(grace_s={grace_s}))\n"
     code += f"sys.exit(launcher.run({program!r}, [{body!r}], where) % 256)"
