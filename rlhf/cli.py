@@ -28,7 +28,6 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
     "export": ("rlhf.chain.export", (), "a plain model of an adapter, merged into its base model"),
-    "push": ("rlhf.hub.push", (), "upload a saved model to the hub"),
 }
 """by verb: the module with the program's `main`, options that are always added, and a description"""
 

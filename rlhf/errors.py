@@ -8,12 +8,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from rlhf import private_folders, streams
 
 THREADS_S = 30.0
 """seconds that the end of a program waits for threads, which the user's code may have left"""
+
+
+MISTAKE_FILE = "RLHF_MISTAKE_FILE"
+"""environment variable of the processes that a function of rlhf.chain.api starts: where a mistake's line is written"""
 
 
 class UserError(ValueError):
@@ -62,6 +67,8 @@ def run_as_user(main: Callable[[], int | None]) -> int:
         if error.__cause__ is not None and os.environ.get("RLHF_DEBUG"):
             traceback.print_exception(error.__cause__)
         print(f"error: {error}", file=sys.stderr)
+        if os.path.isfile(file := os.environ.get(MISTAKE_FILE, "")):  # on another host there is none
+            Path(file).write_text(str(error), encoding="utf-8")
         return 2
     except OSError as error:
         if system_error_line(error) is None:

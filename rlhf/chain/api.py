@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +23,20 @@ from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES
 from rlhf.config import Tree, parser
 from rlhf.config.secrets import refuse_secrets
-from rlhf.errors import UserError
+from rlhf.errors import MISTAKE_FILE, UserError
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.launch.launcher import rank_environment
 
 DataPath = str | Path | Sequence[str | Path]
 TOP = {*LaunchOptions.model_fields, "deployment_type", "num_processes"}
 """options of processes and hosts, which are not those of a stage"""
-INSIDE = "RLHF_CALLED_FROM_PYTHON"
-"""environment variable of the processes of a call"""
 
 
 class RunError(RuntimeError):
-    """A run that did not finish. `code` is the exit code of the command; the message is its last lines."""
+    """A run that did not finish. `code` is the exit code of the command, which has printed why."""
 
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
+    def __init__(self, code: int) -> None:
+        super().__init__(f"exit code {code}; the lines above say why")
         self.code = code
 
 
@@ -108,7 +107,7 @@ def _stage(step: int, output_dir: str | Path, options: Mapping[str, object]) -> 
 
 def _run(name: str, output_dir: Path, options: Tree, step: int) -> Result:
     """Run the chain with these options to its end. Raises: UserError, RunError."""
-    if INSIDE in os.environ:
+    if MISTAKE_FILE in os.environ:
         raise UserError(
             f"rlhf.{name}: called by a file that a run has imported; put the call under `if __name__ == '__main__':`"
         )
@@ -122,33 +121,25 @@ def _run(name: str, output_dir: Path, options: Tree, step: int) -> Result:
         raise UserError(f"output_dir {output_dir}: cannot be made ({error.strerror}); name another directory") from None
     file = directory / f"call-{name}.yaml"
     disk.write_text(file, parser.tree_to_yaml(options | {"output_dir": str(directory)}))
-    code, lines = _call([sys.executable, "-P", "-m", "rlhf", "train", "--config", str(file)])
-    if code == 2:
-        mistake = next((line for line in reversed(lines) if line.startswith("error: ")), "error: see above")
-        raise UserError(mistake.removeprefix("error: "))
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as mistake:
+        code = _call([sys.executable, "-P", "-m", "rlhf", "train", "--config", str(file)], mistake.name)
+        if code == 2:
+            raise UserError(mistake.read() or "the lines above say why")
     if code != 0:
-        raise RunError("\n".join(lines[-3:]) or f"exit code {code}", code)
+        raise RunError(code)
     stage = directory / STAGES[step].name
     manifest = manifests.read_manifest(stage)
     return Result(stage, stage / STAGES[step].models[0], dict(manifest["metrics"]))
 
 
-def _call(command: list[str]) -> tuple[int, list[str]]:
-    """Run a command and print its output through sys.stdout, as notebooks need it: (exit code, lines)."""
-    environment = rank_environment(1) | {INSIDE: "1", "PYTHONUNBUFFERED": "1"}
-    lines: list[str] = []
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
-    ) as process:
-        assert process.stdout is not None
+def _call(command: list[str], mistake: str) -> int:
+    """Run a command, and return its exit code. mistake: the file for a user's mistake"""
+    with subprocess.Popen(command, env=rank_environment(1) | {MISTAKE_FILE: mistake}) as process:
         try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                lines.append(line.rstrip("\n"))
+            return process.wait()
         except BaseException:
             process.terminate()  # it saves a checkpoint and ends its stages
             raise
-    return process.returncode, lines
 
 
 def _plain(value: object) -> Any:

@@ -35,7 +35,6 @@ from rlhf.chain.stages import STAGES, load
 from rlhf.config import deepspeed_json, parser
 from rlhf.config.short_help import full_help, short_help
 from rlhf.errors import UserError
-from rlhf.hub import push
 from rlhf.launch import launcher, rank_variables, supervisor
 from rlhf.launch.failure_summary import command_to_resume, failure_summary
 from rlhf.launch.hosts import Deployment
@@ -227,8 +226,6 @@ def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
         deployment = resolve_deployment(chain)
         chain = planning.resolve_zero_stages(chain, deployment.processes)
         todo = plan(chain, deployment.processes)
-        if chain.push_to_hub is not None:
-            push.require_push(chain.push_to_hub, chain.private)
         if todo:
             print(note, end="", flush=True)
             if chain.rehearse:
@@ -241,13 +238,9 @@ def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
             if failed is not None:
                 exit_with_failure(*failed, todo)
     from rlhf.chain import report
-    from rlhf.chain.steps import chosen_steps
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
         console.say(report.write_at_end(chain.output_dir))
-    if chain.push_to_hub is not None:
-        stage = Path(chain.output_dir) / STAGES[max(chosen_steps(chain))].name
-        print(f"uploaded: {push.push_model(str(stage), chain.push_to_hub)}", flush=True)
     return chain
 
 

@@ -64,11 +64,6 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
     rehearse: bool = False
     """before the run, two steps of each stage with models of two layers, with everything that the run will write, in a
     folder that is removed: what would fail late fails within minutes"""
-    push_to_hub: str | None = None
-    """OWNER/NAME on the hub: upload the model of the last step at the end. The repository is created before training;
-    needs HF_TOKEN, or `hf auth login`"""
-    private: bool = False
-    """with --push-to-hub: a repository that is created is private"""
     output_dir: OutputDir = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()
@@ -189,9 +184,9 @@ def _json(argv: list[str], section: str = "") -> str:
 
 
 def without_one_time_options(chain: ChainConfig) -> ChainConfig:
-    """The options to save for later commands: `overwrite`, `steps`, `rehearse` and `push_to_hub` hold for one."""
+    """The options to save for later commands: `overwrite`, `steps` and `rehearse` hold for one."""
     once = {name: getattr(chain, name).model_copy(update={"overwrite": False}) for name in SECTIONS.values()}
-    return chain.model_copy(update={**once, "overwrite": False, "steps": None, "rehearse": False, "push_to_hub": None})
+    return chain.model_copy(update={**once, "overwrite": False, "steps": None, "rehearse": False})
 
 
 def changed(chain: ChainConfig) -> Tree:

@@ -37,7 +37,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
     assert rlhf("rewad", "--seed", "1") == (
         2,
         "",
-        message + "report, verify, evaluate, evaluate-reward, pairs, chat, export, push\n",
+        message + "report, verify, evaluate, evaluate-reward, pairs, chat, export\n",
     )
 
 
@@ -47,7 +47,7 @@ def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--max-rows",
         "pairs": "--prompts", "verify": "output directory of a run",
-        "chat": "--compare", "export": "--merge", "push": "--private",
+        "chat": "--compare", "export": "--merge",
     }.items(),
 )  # fmt: skip
 def test_the_help_of_a_verb_names_its_options(verb: str, option: str, rlhf: Run) -> None:

@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     """The resolved options of each call. A call runs nothing: each stage of it has a manifest at once."""
     recorded: Calls = []
 
-    def run(command: list[str]) -> tuple[int, list[str]]:
+    def run(command: list[str], mistake: str) -> int:
         assert command[1:-1] == ["-P", "-m", "rlhf", "train", "--config"]
         argv = command[5:]
         options = chain.read(argv)
@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
                 "eval_judge": 0.5,
             }
             (folder / "manifest.json").write_text(json.dumps({"metrics": metrics}))
-        return 0, []
+        return 0
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(api, "_call", run)
@@ -136,15 +136,20 @@ def test_a_function_without_a_name_in_a_file_is_refused(function: Callable[..., 
     assert "\n" not in str(refused.value) and not calls
 
 
-def test_how_a_call_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+ENDS = "import sys; from rlhf import errors\ndef main(): raise errors.UserError('a: got b')\n"
+
+
+def test_how_a_call_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """A real process: its output is shown, a mistake is a UserError, another end a RunError."""
-    assert api._call([sys.executable, "-c", "print('seen'); raise SystemExit(3)"]) == (3, ["seen"])
-    assert capsys.readouterr().out == "seen\n"
-    for code, kind in ((2, UserError), (75, rlhf.RunError)):
-        monkeypatch.setattr(api, "_call", lambda _, code=code: (code, ["x", "error: a: got b, expected c"]))
-        with pytest.raises(kind, match="a: got b, expected c"):
+    call = api._call
+    programs = (ENDS + "print('seen'); errors.run_program(main)", "print('seen'); raise SystemExit(75)")
+    for program, kind, message in zip(programs, (UserError, rlhf.RunError), ("^a: got b$", "code 75"), strict=True):
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(api, "_call", lambda _, mistake, command=command: call(command, mistake))
+        with pytest.raises(kind, match=message):
             rlhf.sft(model="m", data_path="d", output_dir=tmp_path)
-    monkeypatch.setenv(api.INSIDE, "1")
+        assert capfd.readouterr().out == "seen\n"
+    monkeypatch.setenv(api.MISTAKE_FILE, "file")
     with pytest.raises(UserError, match="if __name__ == '__main__'"):
         rlhf.sft(model="m", data_path="d", output_dir=tmp_path)
 
