@@ -14,7 +14,7 @@ class EvaluateRewardConfig(Config):
 
     models: tuple[str, ...] = ()
     """one or more reward models: stage directories, model directories, hub ids or short names. Several models with one
-    tokenizer are also compared with each other, as members of an ensemble"""
+    tokenizer are also compared with each other"""
     data_path: tuple[str, ...] = ()
     """sources of pairs, as of training; each has its own row in the tables. Of a list of responses all pairs count. A
     column `subset` makes groups with a table of their own"""

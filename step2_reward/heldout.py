@@ -70,7 +70,7 @@ def _reliability(gaps: Tensor, weight: Tensor, length_gap: Tensor) -> Metrics:
     """Calibration error, the accuracy of length alone, and the accuracy where that rule is right and wrong. All [N]."""
     right, longer = preferences.in_order(gaps), preferences.in_order(length_gap)
     metrics = {
-        "eval_ece": preferences.calibration_error(preferences.calibration(gaps)),
+        "eval_ece": preferences.calibration_error(gaps),
         "eval_length_rule": ((weight * longer).sum() / weight.sum()).item(),
     }
     for name, part in {"longer": length_gap > 0, "shorter": length_gap < 0}.items():

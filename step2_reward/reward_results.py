@@ -1,6 +1,6 @@
-"""The results of reward models on pairs: numbers, tables, and files."""
+"""The results of reward models on pairs: one row for each model and part of the pairs, and files."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,99 +16,74 @@ from rlhf.evaluation.results_table import Table, markdown
 from rlhf.hub.short_names import resolve
 from rlhf.maths import preferences
 from rlhf.maths.intervals import Interval
-from rlhf.maths.preferences import CalibrationBin, Ensemble
 from rlhf.storage import disk, manifests
 from step2_reward.evaluation_options import EvaluateRewardConfig
 from step2_reward.pair_scores import SourceScores
 
 ALL = "all"
-"""the name of all sources together"""
+"""the name of all sources, or subsets, together"""
 NOTE = (
     "Accuracy: the share of pairs whose chosen response has the higher score; a tie is one half, and the pairs of "
-    "one list of responses count as one pair. Intervals are 95 %. Longer: the accuracy of preferring the longer "
-    "response; length rule: of the better of 'longer' and 'shorter'. Correlation: of the gaps in score and in "
-    "length (tokens). Lists: the share of the lists whose pairs are all in the right order; of one chosen and "
-    "several rejected responses, the best-of-n accuracy. Loss: -log sigmoid(gap). ECE: expected calibration error "
-    "of sigmoid(gap)."
+    "one list of responses count as one pair. Intervals are 95 %. Lists: the share of the lists whose pairs are all in "
+    "the right order; of one chosen and several rejected responses, the best-of-n accuracy. Length rule: the accuracy "
+    "of preferring the longer response. Loss: -log sigmoid(gap). ECE: expected calibration error of sigmoid(gap)."
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A part of the pairs."""
+class PairResult:
+    """The results of one model on a part of the pairs."""
 
+    model: str
+    source: str
+    subset: str
     pairs: int
     accuracy: Interval
     lists: Interval | None
     """lists of which all pairs are in the right order; None if there are no lists"""
-
-
-@dataclass(frozen=True, slots=True)
-class PairResults:
-    """The results of one model on one source, or on all."""
-
-    model: str
-    source: str
-    whole: Group
+    length_rule: float
+    """accuracy of preferring the longer response"""
     loss: float
     """mean of -log sigmoid(gap), nats per pair"""
-    longer: float
-    """accuracy of preferring the longer response"""
-    length_rule: float
-    """accuracy of the better of "the longer" and "the shorter" response"""
-    length_correlation: float | None
     calibration_error: float
-    calibration: list[CalibrationBin]
-    subsets: dict[str, Group]
 
 
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Several models on all pairs, as an ensemble."""
+def pair_results(sources: Sequence[SourceScores]) -> Iterator[PairResult]:
+    """One model's results on each source, on all sources, and on each subset of all."""
+    for source in sources:
+        yield _pair_result(source, source.data_path, ALL, torch.arange(len(source.scores)))
+    whole = sources[0] if len(sources) == 1 else together(sources)
+    if whole.data_path == ALL:
+        yield _pair_result(whole, ALL, ALL, torch.arange(len(whole.scores)))
+    for subset in sorted({*whole.subsets}):
+        rows = torch.tensor([row for row, name in enumerate(whole.subsets) if name == subset])
+        yield _pair_result(whole, whole.data_path, subset, rows)
 
-    agreement: list[list[float]]
-    """share of pairs that two models order alike, [M, M]"""
-    ensemble: Ensemble
 
-
-def pair_results(scored: SourceScores) -> PairResults:
-    """All numbers of one model on the pairs of one source."""
-    gaps, length_gaps = (values[:, 0] - values[:, 1] for values in (scored.scores, scored.lengths))
-    rule = preferences.length_rule(gaps, length_gaps, scored.elements)
-    bins = preferences.calibration(gaps)
-    rows_by_subset: dict[str, list[int]] = {}
-    for row, subset in enumerate(scored.subsets):
-        rows_by_subset.setdefault(subset, []).append(row)
-    return PairResults(
+def _pair_result(scored: SourceScores, source: str, subset: str, rows: Tensor) -> PairResult:
+    gaps, length_gaps = (values[rows, 0] - values[rows, 1] for values in (scored.scores, scored.lengths))
+    elements = scored.elements[rows]
+    return PairResult(
         model=scored.model,
-        source=scored.data_path,
-        whole=_group(gaps, scored.elements),
-        loss=-preferences.by_element(logsigmoid(gaps), scored.elements).mean().item(),
-        longer=rule.longer,
-        length_rule=rule.best,
-        length_correlation=rule.correlation,
-        calibration_error=preferences.calibration_error(bins),
-        calibration=bins,
-        subsets={name: _group(gaps[rows], scored.elements[rows]) for name, rows in sorted(rows_by_subset.items())},
+        source=source,
+        subset=subset,
+        pairs=len(rows),
+        accuracy=preferences.accuracy(gaps, elements),
+        lists=preferences.list_accuracy(gaps, elements),
+        length_rule=preferences.accuracy(length_gaps, elements).mean,
+        loss=-preferences.by_element(logsigmoid(gaps), elements).mean().item(),
+        calibration_error=preferences.calibration_error(gaps),
     )
 
 
-def _group(gaps: Tensor, elements: Tensor) -> Group:
-    accuracy, lists = preferences.accuracy(gaps, elements), preferences.list_accuracy(gaps, elements)
-    return Group(len(gaps), accuracy, lists)
-
-
 def together(sources: Sequence[SourceScores]) -> SourceScores:
-    """One model's scores on the pairs of all sources."""
-    first, *others = sources
-    if not others:
-        return first
+    """One model's scores on the pairs of all sources. A source without subsets is one of its own beside others."""
     counts = [int(source.elements.max()) + 1 for source in sources]
     first_elements = torch.tensor([0, *counts]).cumsum(0).tolist()
     has_subsets = any(source.subsets for source in sources)
     subsets = [name for source in sources for name in source.subsets or [source.data_path] * len(source.elements)]
     return SourceScores(
-        model=first.model,
+        model=sources[0].model,
         data_path=ALL,
         scores=torch.cat([source.scores for source in sources]),
         lengths=torch.cat([source.lengths for source in sources]),
@@ -118,87 +93,40 @@ def together(sources: Sequence[SourceScores]) -> SourceScores:
     )
 
 
-def members(whole: Sequence[SourceScores]) -> Members | None:
-    """Several models compared on all pairs; None for one model. whole: of each model, as of `together`"""
-    if len(whole) < 2:
-        return None
-    gaps = torch.stack([scored.scores[:, 0] - scored.scores[:, 1] for scored in whole])
-    deviations = torch.stack([scored.scores.std(correction=0) for scored in whole])
-    ensemble = preferences.ensemble(gaps, deviations, whole[0].elements)
-    return Members(preferences.agreement(gaps).tolist(), ensemble)
+def agreement(by_model: Mapping[str, Sequence[SourceScores]]) -> list[list[float]]:
+    """The share of all pairs that two models order alike, [M, M]."""
+    scores = [torch.cat([source.scores for source in sources]) for sources in by_model.values()]
+    return preferences.agreement(torch.stack([both[:, 0] - both[:, 1] for both in scores])).tolist()
 
 
-def tables(results: Sequence[PairResults], whole: Sequence[PairResults], group: Members | None) -> list[Table]:
-    """results: of each model on each source. whole: of each model on all sources"""
-    if len(results) > len(whole):
-        by_model = ((*(r for r in results if r.model == total.model), total) for total in whole)
-        results = [row for rows in by_model for row in rows]
-    result = [
-        _main_table(results),
-        _table(
-            "accuracy by subset",
-            ("model", "subset", "pairs", "accuracy", "lists"),
-            ((r.model, name, *_group_cells(part)) for r in whole for name, part in r.subsets.items()),
-        ),
-        _table(
-            "calibration: sigmoid(|gap|) against the share in the right order",
-            ("model", "predicted", "observed", "pairs"),
-            ((r.model, f"{b.predicted:.3f}", _share(b.observed), str(b.pairs)) for r in whole for b in r.calibration),
-        ),
-        *([] if group is None else _member_tables([r.model for r in whole], group)),
-    ]
-    return [table for table in result if table[2]]
-
-
-def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    return title, tuple(columns), list(rows)
-
-
-def _main_table(results: Sequence[PairResults]) -> Table:
-    columns = (
-        "model", "source", "pairs", "accuracy", "lists", "longer", "length rule", "correlation", "loss", "ECE",
-    )  # fmt: skip
-    rows = (
+def tables(results: Sequence[PairResult], alike: Sequence[Sequence[float]]) -> list[Table]:
+    """All results, and of several models how often two order a pair alike."""
+    columns = ("model", "source", "subset", "pairs", "accuracy", "lists", "length rule", "loss", "ECE")
+    rows: list[tuple[str, ...]] = [
         (
-            r.model, r.source, *_group_cells(r.whole), f"{r.longer:.3f}", f"{r.length_rule:.3f}",
-            _number(r.length_correlation), f"{r.loss:.4f}", f"{r.calibration_error:.3f}",
+            r.model, r.source, r.subset, str(r.pairs), _share(r.accuracy), "-" if r.lists is None else _share(r.lists),
+            f"{r.length_rule:.3f}", f"{r.loss:.4f}", f"{r.calibration_error:.3f}",
         )
         for r in results
-    )  # fmt: skip
-    return _table("pairs in the right order, beside length alone", columns, rows)
-
-
-def _member_tables(models: Sequence[str], group: Members) -> list[Table]:
-    agreement = zip(models, group.agreement, strict=True)
-    rows = ((model, *(f"{value:.3f}" for value in values)) for model, values in agreement)
-    e = group.ensemble
-    parts = ("-" if interval is None else _share(interval) for interval in (e.accuracy_unanimous, e.accuracy_divided))
-    columns = ("accuracy of the mean", "unanimous pairs", "accuracy on them", "accuracy on the others")
-    return [
-        _table("pairs that two models order alike", ("", *models), rows),
-        _table("the models as an ensemble", columns, [(_share(e.accuracy), f"{e.unanimous:.3f}", *parts)]),
+    ]  # fmt: skip
+    models = [*dict.fromkeys(r.model for r in results)]
+    same: list[tuple[str, ...]] = [
+        (model, *(f"{x:.3f}" for x in shares)) for model, shares in zip(models, alike, strict=True)
     ]
-
-
-def _group_cells(group: Group) -> tuple[str, str, str]:
-    return str(group.pairs), _share(group.accuracy), "-" if group.lists is None else _share(group.lists)
+    result: list[Table] = [("pairs in the right order, beside length alone", columns, rows)]
+    return result + ([("pairs that two models order alike", ("", *models), same)] if len(models) > 1 else [])
 
 
 def _share(interval: Interval) -> str:
     return f"{interval.mean:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]) -> None:
     """Print the tables; write all results if there is an output directory."""
     by_model = {name: [*sources] for name, sources in groupby(scored, lambda source: source.model)}
-    whole_scores = [together(sources) for sources in by_model.values()]
-    results, whole = list(map(pair_results, scored)), list(map(pair_results, whole_scores))
-    group = members(whole_scores)
-    result_tables = tables(results, whole, group)
+    results = [result for sources in by_model.values() for result in pair_results(sources)]
+    alike = agreement(by_model)
+    result_tables = tables(results, alike)
     for title, columns, rows in result_tables:
         console.show_table(title, columns, rows)
     console.say(NOTE)
@@ -209,9 +137,8 @@ def report_results(options: EvaluateRewardConfig, scored: Sequence[SourceScores]
     if options.output is not None:
         content = {
             "models": [_provenance(model) for model in options.models],
-            "sources": list(map(asdict, results)),
-            ALL: list(map(asdict, whole)),
-            "members": None if group is None else asdict(group),
+            "results": list(map(asdict, results)),
+            "agreement": alike,
             "options": options.model_dump(mode="json", exclude={"overwrite"}),
             "versions": manifests.versions(),
         }

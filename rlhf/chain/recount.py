@@ -45,7 +45,7 @@ from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import is_adapter
 from rlhf.maths.bag_of_words import preference_gaps
 from rlhf.maths.intervals import mean_interval
-from rlhf.maths.preferences import CALIBRATION_BINS, calibration, calibration_error, in_order
+from rlhf.maths.preferences import CALIBRATION_BINS, calibration_error, in_order
 from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
 from rlhf.models.traits import attention_options
@@ -248,8 +248,7 @@ def _calibration_error(run: Recount, gap: Tensor, bound: float) -> Claim:
     bins = 2 * CALIBRATION_BINS
     low, high = (((torch.sigmoid((gap.abs() + x).clamp(min=0)) - 0.5) * bins).long() for x in (-bound, bound))
     moved = float(((gap.abs() <= bound).long() + 2 * (low != high)).double().mean())
-    value = calibration_error(calibration(gap))
-    return run.claim("eval_ece", value, bound / 4 + moved + EPS)
+    return run.claim("eval_ece", calibration_error(gap), bound / 4 + moved + EPS)
 
 
 def _simple_rules(run: Recount, data: PhaseData[Any], gap: Tensor, weight: Tensor, bound: float) -> Iterator[Claim]:

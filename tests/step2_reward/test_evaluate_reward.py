@@ -93,9 +93,11 @@ def test_the_numbers_of_files_are_those_of_scores_row_by_row(run: Run, models: d
     out = tmp_path / "out"
     code, output, errors = run(*names, "--data-path", *files, "--dtype", "fp32", "--output", str(out))
     assert (code, errors) == (0, "")
-    assert "accuracy by subset" in output and "pairs that two models order alike" in output
+    assert "length rule" in output and "pairs that two models order alike" in output
     results = json.loads((out / "results.json").read_text())
-    assert [(one["model"], one["source"]) for one in results["sources"]] == [(m, f) for m in names for f in files]
+    rows_of = {(one["model"], one["source"], one["subset"]): one for one in results["results"]}
+    parts = [(files[0], "all"), (files[1], "all"), ("all", "all"), ("all", "chat"), ("all", "facts")]
+    assert [*rows_of] == [(model, *part) for model in names for part in parts]
     gaps: dict[str, list[torch.Tensor]] = {}
     for model in names:
         for rows, source in zip((PAIRS, LISTS), files, strict=True):
@@ -103,26 +105,24 @@ def test_the_numbers_of_files_are_those_of_scores_row_by_row(run: Run, models: d
             gap = torch.tensor([score(model, p, b) - score(model, p, w) for _, p, b, w in compared])
             elements = torch.tensor([number for number, *_ in compared])
             lengths = torch.tensor([len(b.split()) - len(w.split()) for _, _, b, w in compared])
-            [result] = [one for one in results["sources"] if (one["model"], one["source"]) == (model, source)]
-            assert result["whole"]["pairs"] == len(gap) == (6 if rows is LISTS else 12)
-            assert result["whole"]["accuracy"]["mean"] == pytest.approx(preferences.accuracy(gap, elements).mean)
+            result = rows_of[model, source, "all"]
+            assert result["pairs"] == len(gap) == (6 if rows is LISTS else 12)
+            assert result["accuracy"]["mean"] == pytest.approx(preferences.accuracy(gap, elements).mean)
             loss = preferences.by_element(torch.log1p(torch.exp(-gap)), elements).mean().item()
             assert result["loss"] == pytest.approx(loss, abs=EPS)
-            rule = preferences.length_rule(gap, lengths, elements)
-            assert (result["longer"], result["length_rule"]) == pytest.approx((rule.longer, rule.best))
-            assert result["length_correlation"] == pytest.approx(rule.correlation, abs=1e-3)
+            longer = preferences.by_element((lengths.sign() + 1) / 2, elements).mean().item()
+            assert result["length_rule"] == pytest.approx(longer)
+            assert result["calibration_error"] == pytest.approx(preferences.calibration_error(gap), abs=EPS)
             best_of_4 = None if rows is PAIRS else [bool((gap[elements == n] > 0).all()) for n in (0, 1)]
-            assert (result["whole"]["lists"] or {}).get("mean") == (best_of_4 and sum(best_of_4) / 2)
+            assert (result["lists"] or {}).get("mean") == (best_of_4 and sum(best_of_4) / 2)
             gaps.setdefault(model, []).append(gap)
-    whole = {one["model"]: one for one in results["all"]}
     for model in names:
-        assert whole[model]["whole"]["pairs"] == 18
-        assert {name: part["pairs"] for name, part in whole[model]["subsets"].items()} == {"chat": 12, "facts": 6}
-        by_source = [one["whole"]["accuracy"]["mean"] for one in results["sources"] if one["model"] == model]
-        assert whole[model]["whole"]["accuracy"]["mean"] == pytest.approx((12 * by_source[0] + 2 * by_source[1]) / 14)
+        assert [rows_of[model, *part]["pairs"] for part in parts] == [12, 6, 18, 12, 6]
+        pairs, lists, whole, *subsets = (rows_of[model, *part]["accuracy"]["mean"] for part in parts)
+        assert whole == pytest.approx((12 * pairs + 2 * lists) / 14) and subsets == [pairs, lists]
     one, two = (torch.cat(gaps[name]).sign() for name in names)
-    assert results["members"]["agreement"][0][1] == pytest.approx(((1 + one * two) / 2).mean().item())
-    assert "| model | subset |" in (out / "results.md").read_text()
+    assert results["agreement"][0][1] == pytest.approx(((1 + one * two) / 2).mean().item())
+    assert "| model | source | subset |" in (out / "results.md").read_text()
 
 
 def test_mistakes_of_the_user(run: Run, models: dict[str, Path], tmp_path: Path) -> None:

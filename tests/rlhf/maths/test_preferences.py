@@ -37,48 +37,23 @@ def test_a_list_is_right_if_all_its_pairs_are() -> None:
     assert preferences.list_accuracy(gaps[:2], torch.tensor([0, 1])) is None
 
 
-def test_the_rule_of_length() -> None:
-    lengths = torch.tensor([-3, 2, 0, -1, -1, 4])
-    rule = preferences.length_rule(GAPS, lengths, ELEMENTS)
-    assert rule.longer == pytest.approx(((0 + 1 + 0.5) / 3 + 0 + (0 + 1) / 2) / 3)
-    assert rule.best == 1 - rule.longer
-    means = GAPS.mean(), lengths.double().mean()
-    covariance = ((GAPS - means[0]) * (lengths - means[1])).sum()
-    scale = ((GAPS - means[0]) ** 2).sum() * ((lengths - means[1]) ** 2).sum()
-    assert rule.correlation == pytest.approx((covariance / scale.sqrt()).item())
-    assert preferences.length_rule(GAPS, torch.ones(6), ELEMENTS).correlation is None
-
-
 def test_calibration_by_hand() -> None:
     """Gaps of log 3, that is of 3/4, of which two thirds are right; and one of log 9, that is of 9/10, which is."""
     gaps = column(math.log(3), math.log(3), -math.log(3), math.log(9))
-    bins = preferences.calibration(gaps)
-    assert [(each.predicted, each.observed.mean, each.pairs) for each in bins] == [
-        (pytest.approx(0.75), pytest.approx(2 / 3), 3),
-        (pytest.approx(0.9), 1.0, 1),
-    ]
-    assert preferences.calibration_error(bins) == pytest.approx((3 * (0.75 - 2 / 3) + 0.1) / 4)
+    assert preferences.calibration_error(gaps) == pytest.approx((3 * (0.75 - 2 / 3) + 0.1) / 4)
 
 
 def test_pairs_that_follow_bradley_terry_are_calibrated() -> None:
-    """20,000 pairs whose labels are drawn with P = sigmoid(gap): in each bin the observed share is within four standard
-    errors, at most 1 / (2 sqrt(n)) each, of the predicted one. Scores that are twice as sure are not."""
+    """20,000 pairs whose labels are drawn with P = sigmoid(gap). Scores that are twice as sure are not."""
     draw = torch.Generator().manual_seed(0)
     gaps = 2 * torch.randn(20_000, generator=draw, dtype=torch.float64)
     signs = 2.0 * (torch.rand(20_000, generator=draw, dtype=torch.float64) < torch.sigmoid(gaps)) - 1
-    bins = preferences.calibration(signs * gaps)
-    assert all(abs(each.observed.mean - each.predicted) < 2 / math.sqrt(each.pairs) for each in bins)
-    sure = preferences.calibration_error(preferences.calibration(2 * signs * gaps))
-    assert sure > 0.05 > 4 * preferences.calibration_error(bins)
+    sure = preferences.calibration_error(2 * signs * gaps)
+    assert sure > 0.05 > 4 * preferences.calibration_error(signs * gaps)
 
 
-def test_members_of_an_ensemble() -> None:
-    """The third model scores on a scale a hundred times as large; divided by its deviation it has no more weight."""
+def test_how_often_two_models_agree() -> None:
     gaps = torch.stack([column(1, -1, 2, 0), column(3, 1, -1, 0), column(-100, -100, 300, 0)])
     agreement = preferences.agreement(gaps)
     assert agreement[0].tolist() == [(3 + 0.5) / 4, (1 + 0.5) / 4, (2 + 0.5) / 4]
     assert torch.equal(agreement, agreement.T)
-    result = preferences.ensemble(gaps, column(1, 1, 100), torch.arange(4))
-    assert result.accuracy == win_rate_interval(column(1, 0, 1, 0.5))  # sums 3, -1, 4, 0
-    assert result.unanimous == 0.25 and result.accuracy_unanimous == win_rate_interval(column(0.5))
-    assert result.accuracy_divided is not None and result.accuracy_divided.mean == pytest.approx(2 / 3)
