@@ -6,11 +6,8 @@ With two policies, names and scores are shown after the vote.
 import contextlib
 import html
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Generator, Iterator
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
 
 import gradio as gr
 from starlette.datastructures import Headers
@@ -23,12 +20,12 @@ from rlhf import console
 from rlhf.chat.options import ChatOptions
 from rlhf.chat.session import Session, Turn, describe, pieces
 from rlhf.chat.votes import Preference
-from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.errors import UserError
 from rlhf.types import Message
 
 HOSTS = ["127.0.0.1", "localhost"]
-"""names under which a browser may open the page: a foreign site's name that leads here (DNS rebinding) is refused"""
+"""names under which a browser may open the page: a foreign site's name that leads here (DNS rebinding) is refused.
+Gradio does not do that; it only keeps a foreign site's page from asking this one."""
 FONTS = ["system-ui", "sans-serif"]
 """the page loads nothing from elsewhere"""
 MAX_BODY = 2**20
@@ -50,34 +47,6 @@ def as_html(text: str) -> str:
     return re.sub(" (?= )", "&nbsp;", html.escape(text)).replace("\n", "<br>")
 
 
-def in_one_thread(turn: Turn) -> Generator[tuple[int, str], None, None]:
-    """`pieces`, sampled by one thread: Gradio may take each step of a generator in another one."""
-    results: queue.Queue[tuple[int, str] | BaseException | None] = queue.Queue()
-    stop = threading.Event()
-
-    def work() -> None:
-        try:
-            with contextlib.closing(pieces(turn)) as source:
-                for piece in source:
-                    results.put(piece)
-                    if stop.is_set():
-                        return
-            results.put(None)
-        except (UserError, NonFiniteError, RuntimeError) as error:
-            results.put(error)
-
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    try:
-        while (result := results.get()) is not None:
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-    finally:
-        stop.set()
-        worker.join()
-
-
 class Page:
     """The handlers of the page's events. Each gets the session of its page."""
 
@@ -97,7 +66,7 @@ class Page:
             yield [*self._sides(session), text, f"error: {error}"]
             return
         answers = [""] * self.sides
-        for side, piece in in_one_thread(turn):
+        for side, piece in pieces(turn):
             answers[side] += piece
             yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ..."]
         if session.turn is not turn:  # the person has started a new dialogue meanwhile
@@ -171,44 +140,27 @@ def build(session: Session, options: ChatOptions) -> gr.Blocks:
     return blocks
 
 
-def is_own(origin: str) -> bool:
-    """Whether an Origin names this machine, with any port."""
-    try:
-        return urlsplit(origin).hostname in HOSTS
-    except ValueError:
-        return False
-
-
-class OwnPagesOnly:
-    """Refuses requests of pages of another site (a browser names the site in Origin), long requests, and files: the
-    page has no use for them, and Gradio would store any number."""
+class Limits:
+    """Refuses long requests, and files: the page has no use for them, and Gradio would store any number."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        if scope["path"].rstrip("/").endswith("/upload"):
-            await PlainTextResponse("the page takes no files", 403)(scope, receive, send)
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        answer: ASGIApp = self.app
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            answer = PlainTextResponse("the page takes no files", 403)
         elif "transfer-encoding" in headers or int(headers.get("content-length", 0)) > MAX_BODY:
-            await PlainTextResponse(f"expected a request of known length, at most {MAX_BODY} bytes", 413)(
-                scope, receive, send
-            )
-        elif origin is None or is_own(origin):
-            await self.app(scope, receive, send)
-        else:
-            await PlainTextResponse("Origin: expected this machine (localhost)", 403)(scope, receive, send)
+            answer = PlainTextResponse(f"expected a request of known length, at most {MAX_BODY} bytes", 413)
+        await answer(scope, receive, send)
 
 
 def launch(session: Session, options: ChatOptions) -> tuple[gr.Blocks, str]:
     """Start the page in the background. Returns (it, its URL). Raises: UserError if the port is in use."""
     blocks = build(session, options)
     theme = gr.themes.Default(font=FONTS, font_mono=["monospace"])
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(OwnPagesOnly)]
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS), Middleware(Limits)]
     no_proxy = [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), *HOSTS]
     os.environ |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, no_proxy)))  # Gradio asks its own page
     try:

@@ -1,6 +1,7 @@
 """A response that is streamed: its text, its sampler, its numbers; against transformers, and against `evaluate`."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_a_stream_is_the_whole_response(models: Models) -> None:
     pieces = list(generation)
     whole = generation.finish()
     assert "".join(pieces) == whole.text and len(pieces) > 3 and "<" not in whole.text
+
+
+def test_each_step_may_be_in_another_thread(models: Models) -> None:
+    """Gradio takes the steps of a generator in any of its threads."""
+    sampling = long_sampling(models)
+    whole = Generation(models, "ppo", user("w4 w7"), sampling).finish()
+    generation = Generation(models, "ppo", user("w4 w7"), sampling)
+    steps, pieces = iter(generation), list[str | None]([""])
+    while pieces[-1] is not None:
+        thread = threading.Thread(target=lambda: pieces.append(next(steps, None)))
+        thread.start()
+        thread.join()
+    assert "".join(map(str, pieces[:-1])) == whole.text and not models.lock.locked()
+    assert generation.response is not None
+    assert torch.equal(generation.response.rollout.sampled_logprobs, whole.rollout.sampled_logprobs)
 
 
 # --- sampling and numbers
