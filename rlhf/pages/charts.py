@@ -1,7 +1,6 @@
 """Figures as inline SVG: the geometry of lines, dots, whiskers, ticks and direct labels, in pure functions.
 
 `draw` turns a Chart, which is in the units of the data, into a Drawing in pixels, which chart.html.jinja writes out.
-The table of a figure has every point that is drawn; the script reads the numbers of its tooltip from that table.
 """
 
 import itertools
@@ -12,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from rlhf.pages.numbers import cell, short, tick_labels, ticks
+from rlhf.pages.numbers import short, tick_labels, ticks
 
 WIDTH, WIDE, HEIGHT = 380, 560, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 34
@@ -21,15 +20,9 @@ CHARACTER = 6.2
 LABEL_HEIGHT = 13
 MOST_POINTS = 160
 """points of a line that are drawn, unless a chart says otherwise"""
-SMOOTH_FROM = 60
-"""points from which on a line is drawn with its running mean"""
-NOISY = 4.0
-"""a line is noisy if it goes up and down by this many times its range"""
 COLOURS = 8
 Groups = Sequence[tuple[str, int, Sequence[float]]]
 """(name, colour, values)"""
-PLUS_MINUS = "± 95 %"
-"""column of a figure's table: half the interval"""
 BINS = 24
 """of a histogram"""
 
@@ -42,8 +35,6 @@ class Point:
     y: float
     x_half: float | None = None
     y_half: float | None = None
-    label: str = ""
-    """row header in the table; empty: x"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,6 @@ class Chart:
     unit: str = ""
     level: tuple[float, str] | None = None
     """a value of y to compare with, and its name"""
-    caption: str = ""
     y_range: tuple[float, float] | None = None
     wide: bool = False
     most_points: int = MOST_POINTS
@@ -98,15 +88,6 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class TableRow:
-    """A row of a figure's table: its position on the x axis, its header, and a cell for each series."""
-
-    x: float
-    header: str
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Drawing:
     """A figure in pixels."""
 
@@ -115,18 +96,13 @@ class Drawing:
     height: int
     right: float
     """right end of the plot"""
-    x_scale: tuple[float, float]
-    y_scale: tuple[float, float]
     x_ticks: tuple[Text, ...]
     y_ticks: tuple[Text, ...]
     strokes: tuple[Stroke, ...]
     dots: tuple[tuple[float, float, int], ...]
     level: tuple[Stroke, Text] | None
     labels: tuple[Text, ...]
-    columns: tuple[str, ...]
-    rows: tuple[TableRow, ...]
     left: int = LEFT
-    top: int = TOP
     bottom: int = HEIGHT - BOTTOM
     summary: str = ""
 
@@ -141,32 +117,6 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
         part = range(i * len(points) // parts, (i + 1) * len(points) // parts)
         chosen |= {min(part, key=lambda n: points[n].y), max(part, key=lambda n: points[n].y)}
     return [points[n] for n in sorted(chosen)]
-
-
-def is_smoothed(series: Series) -> bool:
-    """Whether a series is drawn thin, with its running mean in bold: a long noisy line, or a path of many points."""
-    points = series.points
-    if series.dots or _measured(points) or series.kind not in ("line", "path"):
-        return False
-    if series.kind == "path":
-        return len(points) > 8
-    values = [point.y for point in points]
-    travel = sum(abs(b - a) for a, b in itertools.pairwise(values))
-    return len(points) >= SMOOTH_FROM and travel > NOISY * (max(values) - min(values))
-
-
-def running_mean(points: Sequence[Point]) -> list[Point]:
-    """The mean of x and of y over a window of a twentieth of the points (at least 5), centred, cut off at the ends."""
-    half = max(2, len(points) // 40)
-    sums = [(0.0, 0.0)]
-    for point in points:
-        sums.append((sums[-1][0] + point.x, sums[-1][1] + point.y))
-    means = []
-    for i in range(len(points)):
-        start, end = max(0, i - half), min(len(points), i + half + 1)
-        low, high, count = sums[start], sums[end], end - start
-        means.append(Point((high[0] - low[0]) / count, (high[1] - low[1]) / count))
-    return means
 
 
 def histogram(title: str, x_name: str, groups: Groups, wide: bool = False) -> Chart | None:
@@ -208,14 +158,12 @@ def draw(chart: Chart) -> Drawing | None:
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
     bars = [(each, points) for each, points in series if each.kind == "steps"]
     labels = [*_spread(ends, right), *_peaks(bars if len(bars) > 1 else [], scale)]
-    columns, rows = _table(chart, series)
     first, last = series[0][1][0], series[0][1][-1]
     return Drawing(
-        chart=chart, width=width, height=HEIGHT, right=right, x_scale=x_scale, y_scale=y_scale,
+        chart=chart, width=width, height=HEIGHT, right=right,
         x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, text) for t, text in tick_labels(ticks(*x_scale, 5))),
         y_ticks=tuple(Text(LEFT - 8, scale.y(t), text) for t, text in tick_labels(ticks(*y_scale, 5))),
         strokes=tuple(strokes), dots=tuple(dots), level=_level(chart, scale), labels=tuple(labels),
-        columns=columns, rows=rows,
         summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "
         f"to {short(last.y)} at {chart.x_name} {short(last.x)}",
     )  # fmt: skip
@@ -256,7 +204,7 @@ def _wide(values: Sequence[float], margin: float) -> tuple[float, float]:
 
 
 def _strokes(series: Series, points: Sequence[Point], scale: _Scale) -> Iterable[Stroke]:
-    """The paths of a series: its line, the running mean of a long line, whiskers of intervals."""
+    """The paths of a series: its line, thin where it turns back and forth, and whiskers of intervals."""
     pixels = [(scale.x(point.x), scale.y(point.y)) for point in points]
     if series.kind == "steps":
         base = scale.y(0)
@@ -264,14 +212,9 @@ def _strokes(series: Series, points: Sequence[Point], scale: _Scale) -> Iterable
         for (x, y), (x_next, _) in itertools.pairwise(pixels):
             corners += [(x, y), (x_next, y)]
         yield Stroke(_path([*corners, (pixels[-1][0], base)]), series.colour, "area")
-    elif is_smoothed(series):
-        yield Stroke(_path(pixels), series.colour, "raw")
-        means = running_mean(series.points)
-        every = max(1, len(means) // MOST_POINTS)
-        smooth = [*means[::every], means[-1]]
-        yield Stroke(_path([(scale.x(point.x), scale.y(point.y)) for point in smooth]), series.colour, "line")
-    elif series.kind in ("line", "path"):
-        yield Stroke(_path(pixels), series.colour, "line")
+    else:
+        thin_line = series.kind == "path" and not _measured(points)
+        yield Stroke(_path(pixels), series.colour, "raw" if thin_line else "line")
     for (x, y), point in zip(pixels, points, strict=True):
         if point.y_half:
             ends = [(x, scale.y(point.y - point.y_half)), (x, scale.y(point.y + point.y_half))]
@@ -321,28 +264,3 @@ def _peaks(series: Sequence[tuple[Series, Sequence[Point]]], scale: _Scale) -> l
             y -= LABEL_HEIGHT
         labels.append(Text(x, y, each.name, each.colour, "middle"))
     return labels
-
-
-def _table(
-    chart: Chart, series: Sequence[tuple[Series, Sequence[Point]]]
-) -> tuple[tuple[str, ...], tuple[TableRow, ...]]:
-    """(column names, rows): every point that is drawn. Series that share their x share their rows."""
-    by_header: dict[tuple[float, str], dict[int, Point]] = {}
-    for number, (_, points) in enumerate(series):
-        for point in points:
-            by_header.setdefault((point.x, point.label or cell(point.x)), {})[number] = point
-    has_interval = [_measured(points) for _, points in series]
-    own_x = any(point.label for _, points in series for point in points)
-    columns = [chart.x_name if not own_x else "", *([chart.x_name] if own_x else [])]
-    for (each, _), interval in zip(series, has_interval, strict=True):
-        columns += [each.name, *([PLUS_MINUS] if interval else [])]
-    order = by_header.items() if own_x else sorted(by_header.items(), key=lambda item: item[0][0])
-    rows = []
-    for (x, header), values in order:
-        cells = [cell(x)] if own_x else []
-        for number, interval in enumerate(has_interval):
-            own = values.get(number)
-            cells.append("" if own is None else cell(own.y))
-            cells += ["" if own is None else cell(own.y_half)] if interval else []
-        rows.append(TableRow(x, header, tuple(cells)))
-    return tuple(columns), tuple(rows)

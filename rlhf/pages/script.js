@@ -1,61 +1,5 @@
 "use strict";
-// Without this script the page is whole: figures, tables and texts are in it. It adds tooltips, sorting, search, a theme.
-
-const number = (element, name) => Number(element.dataset[name]);
-
-// The tooltip of a figure reads its numbers from the figure's own table.
-function addTooltip(figure) {
-  const plot = figure.querySelector(".plot");
-  const svg = plot.querySelector("svg");
-  const names = [...figure.querySelectorAll("thead th")].map((head) => head.textContent);
-  const rows = [...figure.querySelectorAll("tbody tr")].map((row) => ({
-    x: number(row, "x"),
-    cells: [...row.children].map((cell) => cell.textContent),
-  }));
-  if (rows.length === 0) return;
-  const [x0, x1, left, right] = ["x0", "x1", "left", "right"].map((name) => number(figure, name));
-  const cursor = document.createElementNS("http://www.w3.org/2000/svg", "path");
-  cursor.setAttribute("class", "cursor");
-  const tip = Object.assign(document.createElement("output"), { className: "tip", hidden: true });
-  plot.append(tip);
-  let current = -1;
-
-  function show(index) {
-    current = index;
-    const row = rows[index];
-    const x = left + ((row.x - x0) / (x1 - x0)) * (right - left);
-    cursor.setAttribute("d", `M${x} ${figure.dataset.top}V${figure.dataset.bottom}`);
-    svg.append(cursor);
-    const lines = row.cells.map((cell, i) => (cell === "" ? "" : `${names[i]} ${cell}`.trim()));
-    tip.textContent = lines.filter((line) => line !== "").join("\n").replaceAll("\n± 95 % ", " ± ").replaceAll("\n95 % ", " ");
-    tip.hidden = false;
-    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
-    const beside = x * scale + 12;
-    tip.style.left = `${beside + tip.offsetWidth > plot.clientWidth ? Math.max(0, x * scale - tip.offsetWidth - 12) : beside}px`;
-  }
-  function hide() {
-    cursor.remove();
-    tip.hidden = true;
-    current = -1;
-  }
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const pixel = ((event.clientX - box.left) * svg.viewBox.baseVal.width) / box.width;
-    const x = x0 + ((pixel - left) / (right - left)) * (x1 - x0);
-    let nearest = 0;
-    rows.forEach((row, i) => { if (Math.abs(row.x - x) < Math.abs(rows[nearest].x - x)) nearest = i; });
-    show(nearest);
-  });
-  svg.addEventListener("pointerleave", hide);
-  plot.addEventListener("blur", hide);
-  plot.addEventListener("keydown", (event) => {
-    const moves = { ArrowRight: current + 1, ArrowLeft: current - 1, Home: 0, End: rows.length - 1 };
-    if (event.key === "Escape") hide();
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    show(Math.min(rows.length - 1, Math.max(0, moves[event.key])));
-  });
-}
+// Without this script the page is whole: figures, tables and texts are in it. It adds sorting, search, a theme.
 
 // Samples: search, sort by a column of numbers, and more rows on demand.
 function addSampleTools(section) {
@@ -120,6 +64,5 @@ function addTheme(button) {
   label();
 }
 
-document.querySelectorAll("figure.chart").forEach(addTooltip);
 document.querySelectorAll("section").forEach(addSampleTools);
 addTheme(document.getElementById("theme"));

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rlhf.config.declaration import Curve, Declaration, Frontier
-from rlhf.pages.charts import COLOURS, MOST_POINTS, Chart, Point, Series, histogram, is_smoothed
+from rlhf.pages.charts import COLOURS, MOST_POINTS, Chart, Point, Series, histogram
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, number
 
@@ -79,10 +79,8 @@ def frontiers(stages: Stages, declaration: Declaration) -> list[Figure]:
     for frontier in declaration.report.frontiers:
         series = [each for stage in stages for each in _frontier_lines(frontier, stage, len(stages) > 1)]
         if any(len(each.points) > 1 for each in series):
-            bold = any(map(is_smoothed, series))
-            caption = "Thin: each iteration, in order. Bold: running mean." if bold else ""
             kl = "KL, nats per response"
-            chart = Chart(frontier.title, kl, tuple(series), caption=caption, wide=True, most_points=points)
+            chart = Chart(frontier.title, kl, tuple(series), wide=True, most_points=points)
             figures.append(Figure(chart))
     return figures
 
@@ -96,7 +94,6 @@ def _frontier_lines(frontier: Frontier, stage: tuple[int, str, StageRecord], sev
                 float(row[reward]),
                 number(row, f"{distance}_ci95"),
                 number(row, f"{reward}_ci95"),
-                f"iteration {row.get('step')}",
             )
             for row in record.values(reward)
             if number(row, distance) is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 from rlhf.config.declaration import Declaration
 from rlhf.console import duration
 from rlhf.pages import page
-from rlhf.pages.charts import COLOURS, Chart, histogram, is_smoothed
+from rlhf.pages.charts import COLOURS, Chart, histogram
 from rlhf.report import facts, figures, seal
 from rlhf.report.figures import Figure
 from rlhf.report.invariants import Checked, invariants
@@ -51,11 +51,6 @@ class StageFigures:
     wide: tuple[Figure, ...]
     """reward against KL, scores of pairs"""
     curves: tuple[Figure, ...]
-
-    @property
-    def has_means(self) -> bool:
-        """Whether a curve has a running mean."""
-        return any(is_smoothed(series) for figure in self.curves for series in figure.chart.series)
 
 
 WarningRow = tuple[str, str, Row, Meaning | None]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlhf.pages import charts, page
-from rlhf.pages.charts import Chart, Point, Series, draw, running_mean, thin
+from rlhf.pages.charts import Chart, Point, Series, draw, thin
 from rlhf.pages.numbers import cell, short, tick_labels, ticks, with_half_width
 
 
@@ -57,13 +57,12 @@ def test_numbers_as_text() -> None:
 def test_a_point_is_drawn_where_it_is() -> None:
     """x from 0 to 4 is the whole width; y from 0 to 4 with a margin of 0.06 * 4, and 0 stays the lower end."""
     drawing = draw(Chart("t", "step", (line([0.0, 1.0, 4.0, 2.0, 3.0]),)))
-    assert drawing is not None and drawing.x_scale == (0.0, 4.0) and drawing.y_scale == (0.0, pytest.approx(4.24))
+    assert drawing is not None
     pixels = [float(number) for number in re.findall(r"-?[\d.]+", drawing.strokes[0].d)]
     height = charts.HEIGHT - charts.BOTTOM - charts.TOP
     for i, y in enumerate([0.0, 1.0, 4.0, 2.0, 3.0]):
         assert pixels[2 * i] == pytest.approx(charts.LEFT + i / 4 * (drawing.right - charts.LEFT), abs=0.06)
         assert pixels[2 * i + 1] == pytest.approx(charts.HEIGHT - charts.BOTTOM - y / 4.24 * height, abs=0.06)
-    assert [(row.header, row.cells) for row in drawing.rows][2] == ("2", ("4",))
     assert draw(Chart("t", "step", (Series("a", ()),))) is None
 
 
@@ -75,12 +74,6 @@ def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:
     assert len(remaining) <= 100 and {points[0], points[-1], points[1234], points[4321]} <= {*remaining}
     assert [p.x for p in remaining] == sorted(p.x for p in remaining)
     assert thin(points[:100], 100) == points[:100]
-
-
-def test_the_running_mean_by_hand() -> None:
-    means = running_mean([Point(float(i), float(i == 3)) for i in range(7)])
-    assert [p.y for p in means] == pytest.approx([0, 1 / 4, 1 / 5, 1 / 5, 1 / 5, 1 / 4, 0])
-    assert [p.x for p in means] == pytest.approx([1, 1.5, 2, 3, 4, 4.5, 5])
 
 
 def test_labels_do_not_cover_each_other() -> None:

@@ -16,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.maths.intervals import mean_interval
 from rlhf.pages.charts import histogram
 from rlhf.pages.numbers import UNKNOWN
-from rlhf.report import meanings
+from rlhf.report import figures, meanings
 from rlhf.report.records import read_runs
 from rlhf.report.samples import MOST, sample_table
 from rlhf.report.verdict import _source, changes, judge, stage_verdict
@@ -29,52 +29,31 @@ VOID = {"meta", "link", "br", "img", "input", "path", "circle", "rect"}
 
 
 class Reader(HTMLParser):
-    """Figures by title, as (column names, rows of cells); the page's visible text; every tag that was opened."""
+    """The titles of the figures; the page's visible text; every tag that was opened."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.figures: dict[str, tuple[list[str], list[list[str]]]] = {}
+        self.figures: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.text = ""
-        self._columns: list[str] = []
-        self._rows: list[list[str]] = []
-        self._title = ""
         self.feed(html)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
         self.open += [] if tag in VOID else [tag]
-        if tag == "figure":
-            self._columns, self._rows, self._title = [], [], ""
-        elif tag == "tr":
-            self._rows.append([])
-        elif tag in ("th", "td") and "figure" in self.open:
-            (self._columns if "thead" in self.open else self._rows[-1]).append("")
 
     def handle_endtag(self, tag: str) -> None:
-        if tag in VOID:
-            return
-        assert self.open.pop() == tag
-        if tag == "figure":
-            self.figures[self._title] = (self._columns, [row for row in self._rows if row])
+        if tag not in VOID:
+            assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if "script" in self.open or "style" in self.open:
             return
         self.text += data
-        if "figcaption" in self.open and "strong" in self.open:
-            self._title += data
-        if "figure" in self.open and ("th" in self.open or "td" in self.open):
-            cells = self._columns if "thead" in self.open else self._rows[-1]
-            cells[-1] += data
-
-    def line(self, title: str, column: str) -> dict[float, float]:
-        """A column of a figure's table by its x."""
-        columns, rows = self.figures[title]
-        number = columns.index(column)
-        return {float(row[0]): float(row[number]) for row in rows if row[number]}
+        if self.open[-2:] == ["figcaption", "strong"]:
+            self.figures.append(data)
 
 
 def rendered(*paths: Path) -> str:
@@ -85,24 +64,29 @@ def rows_of(stage: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
 
 
+def drawn(*paths: Path) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """By the title of each figure and the name of each line: the points."""
+    runs = read_runs([str(path) for path in paths], DECLARATIONS)
+    stages = [(figures.stages_of(runs, each), each) for each in DECLARATIONS]
+    every = [f for stage in stages for f in (*figures.curves(*stage), *figures.frontiers(*stage))]
+    return {f.chart.title: {x.name: [(p.x, p.y) for p in x.points] for x in f.chart.series} for f in every}
+
+
 def test_the_numbers_of_the_page_are_those_of_the_files(tmp_path: Path) -> None:
     out = recorded_runs.run(tmp_path / "run")
-    page = Reader(rendered(out))
-    expected = {
-        ("Loss", "loss", "step1_sft"): None,  # the last stage on the page is the first of the chain
-        ("Score", "training", "step3_ppo"): "score",
-        ("Score", "held out", "step3_ppo"): "eval_score",
-        ("Judge", "eval_judge", "step3_ppo"): None,
-        ("KL from the reference", "held out", "step3_ppo"): "eval_kl",
-    }
-    for (title, column, stage), metric in expected.items():
-        rows = [row for row in rows_of(out / stage) if row.get(metric or column) is not None]
-        assert page.line(title, column) == {row["step"]: row[metric or column] for row in rows}, title
-    _, frontier = page.figures["Judge against KL"]
-    evaluations = [row for row in rows_of(out / "step3_ppo") if row["kind"] == "eval"]
-    assert [(float(row[1]), float(row[2])) for row in frontier] == [
-        (r["eval_kl"], r["eval_judge"]) for r in evaluations
-    ]
+    lines, page = drawn(out), Reader(rendered(out))
+    assert {*lines} <= {*page.figures}
+    rows = rows_of(out / "step3_ppo")
+    for title, name, metric in (
+        ("Score", "training", "score"),
+        ("Score", "held out", "eval_score"),
+        ("Judge", "eval_judge", "eval_judge"),
+        ("KL from the reference", "held out", "eval_kl"),
+    ):
+        expected = [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+        assert lines[title][name] == expected, title
+    evaluations = [(row["eval_kl"], row["eval_judge"]) for row in rows if row["kind"] == "eval"]
+    assert lines["Judge against KL"]["held out"] == evaluations
     for text in (
         "empty response",
         "my <data>.jsonl",
@@ -294,8 +278,7 @@ def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
     first, second = (recorded_runs.run(tmp_path / name / "out", gains) for name, gains in
                      (("a", (1.0, 0.5)), ("b", (1.0, -0.5))))  # fmt: skip
     page = Reader(rendered(first, second))
-    columns, _ = page.figures["Judge"]
-    assert [name for name in columns if "eval_judge" in name] == ["a/out eval_judge", "b/out eval_judge"]
+    assert [*drawn(first, second)["Judge"]] == ["a/out eval_judge", "b/out eval_judge"]
     assert "a/out" in page.text and "The policy got worse." in page.text and "The policy got better." in page.text
 
 

@@ -69,23 +69,6 @@ def test_samples_are_sorted_searched_and_shown_in_portions(page: Page) -> None:
     assert page.value("document.querySelector('.tools output').textContent") == "1 of 1 shown"
 
 
-def test_a_figure_is_read_with_mouse_and_keys(page: Page) -> None:
-    figure = "[...document.querySelectorAll('figure')].find((f) => f.textContent.includes('Entropy'))"
-    page.value(f"{figure}.querySelector('.plot').focus()")
-    page.press("ArrowRight")
-    tip = f"{figure}.querySelector('.tip')"
-    assert page.value(f"{tip}.textContent") == "iteration 1\nentropy 1"
-    page.press("End")
-    assert page.value(f"{tip}.textContent") == "iteration 6\nentropy 0.166667"
-    page.press("Escape")
-    assert page.value(f"{tip}.hidden")
-    page.value(f"{figure}.scrollIntoView()")
-    sides = "({ left, top, width, height }) => [left, top, width, height]"
-    left, top, width, height = page.value(f"({sides})({figure}.querySelector('svg').getBoundingClientRect())")
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=left + 0.97 * width, y=top + height / 2)
-    assert page.value(f"{tip}.textContent").startswith("iteration 6\n")
-
-
 def test_light_dark_and_print(page: Page, url: str) -> None:
     paper = "getComputedStyle(document.body).backgroundColor"
     assert page.value(paper) == "rgb(255, 255, 255)"
