@@ -92,8 +92,6 @@ def with_tokens_of(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedT
 def _extended(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], source: str, whole_words: bool
 ) -> PreTrainedTokenizerBase:
-    if not tokenizer.is_fast:
-        raise UserError(f"{source}: the model has a slow tokenizer, expected one with a tokenizer.json")
     extended = copy.deepcopy(tokenizer)
     special = special_tokens(tokenizer)
     candidates = [t for t in dict.fromkeys(texts) if t.strip() and "\ufffd" not in t and t not in special]

@@ -63,8 +63,6 @@ def score_models(options: EvaluateRewardConfig) -> list[SourceScores]:
     Raises: UserError for a model or data that cannot be read, and for models whose tokenizers differ; NonFiniteError.
     """
     paths = {model: resolve(resolve_model_path(model, "model", "critic")) for model in options.models}
-    if len(paths) < len(options.models):
-        raise UserError(f"rlhf evaluate-reward: got a model twice in {' '.join(options.models)}, expected each once")
     tokenizer = _common_tokenizer(paths, options.chat_template)
     sources = [encode(path, options, tokenizer) for path in options.data_path]
     for path in paths.values():

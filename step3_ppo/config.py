@@ -1,5 +1,6 @@
 """The declaration of step 3 and the options of every algorithm. An algorithm's own options are in its file."""
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -121,12 +122,6 @@ class ScoreOptions(Config):
     score_clip: float | None = Field(None, gt=0)
     """clip scores to +- score_clip, after scaling"""
 
-    @model_validator(mode="after")
-    def _norm_needs_scaling(self) -> Self:
-        if self.use_score_norm and not self.use_score_scaling:
-            raise ValueError("use_score_norm: expected use_score_scaling too")
-        return self
-
 
 class UpdateOptions(SamplingOptions, SharedOptimizerOptions):
     """How an iteration's rollout is divided into optimizer steps, and the loss of a step."""
@@ -174,12 +169,6 @@ class PtxOptions(SharedOptimizerOptions):
     to the earlier texts in its context"""
     ptx_batch_size: int = Field(16, ge=1)
     """rows of the fine-tuning loss in an optimizer step, over all devices"""
-
-    @model_validator(mode="after")
-    def _ptx_data_needs_ptx_coef(self) -> Self:
-        if self.ptx_data_path and self.ptx_coef == 0:
-            raise ValueError("ptx_data_path: expected ptx_coef above 0, or its rows are not learned")
-        return self
 
 
 class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, ScoreOptions, TrainingOptions, RunOptions):
@@ -286,24 +275,20 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     def _as_tuple(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _target_kl_can_leave_out_steps(self) -> Self:
+    def idle(self) -> Iterator[str]:
+        if self.use_score_norm and not self.use_score_scaling:
+            yield "--use-score-norm without --use-score-scaling"
+        if self.ptx_data_path and self.ptx_coef == 0:
+            yield "--ptx-data-path with --ptx-coef 0"
         if self.target_kl is not None and self.num_ppo_epochs * self.num_mini_batches < 3:
-            raise ValueError(
-                f"target_kl {self.target_kl:g}: expected three optimizer steps or more in an iteration (num_ppo_epochs "
-                f"{self.num_ppo_epochs} x num_mini_batches {self.num_mini_batches}): the first has an approx_kl of 0, "
-                "and after the second there is nothing to skip"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _vf_coef_joins_two_losses(self) -> Self:
+            # The first step has an approx_kl of 0, and after the second there is nothing to skip.
+            yield f"--target-kl {self.target_kl:g} with fewer than three optimizer steps in an iteration"
         if self.vf_coef != type(self).model_fields["vf_coef"].default and self.critic_model != SHARED:
-            raise ValueError(
-                f"vf_coef {self.vf_coef:g}: expected critic_model shared; a critic that is a model of its own has its "
-                "own optimizer, with critic_learning_rate"
-            )
-        return self
+            yield f"--vf-coef {self.vf_coef:g} without --critic-model shared: another critic has its own optimizer"
+        if self.keep_best is not None and not self.eval_every:
+            yield f"--keep-best {self.keep_best} without --eval-every"
+        if self.patience is not None and self.keep_best is None:
+            yield f"--patience {self.patience} without --keep-best"
 
     @model_validator(mode="after")
     def _without_rescoring_the_policy_is_the_sampler(self) -> Self:
@@ -320,11 +305,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
         return self
 
     @model_validator(mode="after")
-    def _keep_best_needs_evaluation(self) -> Self:
-        if self.keep_best is not None and not self.eval_every:
-            raise ValueError("keep_best: expected eval_every above 0, or the policy is not evaluated")
+    def _best_by_the_judge_needs_one(self) -> Self:
         if self.keep_best == "eval_judge" and self.judge is None:
             raise ValueError("keep_best eval_judge: expected a judge")
-        if self.patience is not None and self.keep_best is None:
-            raise ValueError("patience: expected keep_best, the metric that must improve")
         return self

@@ -1,6 +1,7 @@
 """Options that every stage has, each declared once. Torch-free, like rlhf.config.parser."""
 
 import os
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -87,6 +88,10 @@ class RunOptions(Config):
     """seconds that a process waits for the other processes before the run ends with an error"""
     convert_template: bool = False
     """start from a model that was trained with another chat template, and continue with this one"""
+
+    def idle(self) -> Iterator[str]:
+        """The options that have no effect, each with the one that it needs; the run says them."""
+        yield from ()
 
 
 Flag = bool | None

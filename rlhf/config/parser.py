@@ -117,13 +117,8 @@ def _first_mistake(cls: type[Config], merged: Sequence[Layer]) -> UserError:
 def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """(files after `--config`, the other words) of a command line.
 
-    Raises: UserError if no file follows, or a word is not valid UTF-8, in which options are written to files.
+    Raises: UserError if no file follows.
     """
-    for word in argv:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{word!a}: got bytes that are not UTF-8, expected an option or a path in UTF-8") from None
     files: list[str] = []
     arguments: list[str] = []
     in_files = False

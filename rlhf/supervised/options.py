@@ -1,6 +1,7 @@
 """Options of a stage that learns from a data set. Torch-free."""
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -48,16 +49,11 @@ class SupervisedOptions(DataOptions, BatchOptions, TrainingOptions, RunOptions):
     patience: int | None = Field(None, ge=1)
     """evaluations in a row without a better keep_best after which the run ends; none: no limit"""
 
-    @model_validator(mode="after")
-    def _keep_best_needs_evaluation(self) -> Self:
-        if self.keep_best is not None and self.eval_every is None and self.num_train_epochs == 1:
-            raise ValueError(
-                "keep_best: expected eval_every or several num_train_epochs, or there is one evaluation, of the last "
-                "model"
-            )
+    def idle(self) -> Iterator[str]:
         if self.patience is not None and self.keep_best is None:
-            raise ValueError("patience: expected keep_best, the metric that must improve")
-        return self
+            yield f"--patience {self.patience} without --keep-best"
+        if self.keep_best is not None and self.eval_every is None and self.num_train_epochs == 1:
+            yield f"--keep-best {self.keep_best} without --eval-every in one epoch, which has one evaluation"
 
     @model_validator(mode="after")
     def _dropout_on_whole_models(self) -> Self:

@@ -311,16 +311,11 @@ def sweep(stage: Path, everything: bool = False, keep: int = 0) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Sorted by the step in the name, because clocks may jump. Raises: UserError if the directory cannot be read."""
+    """Sorted by the step in the name, because clocks may jump."""
     try:
         names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be read ({error.strerror}); correct that, or add --overwrite to start the stage from "
-            "scratch"
-        ) from None
     steps = [int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal()]
     return [folder / f"step-{step:08d}" for step in sorted(steps, reverse=True)]
 

@@ -98,6 +98,8 @@ class Run:
         if self._checkpoint is not None:
             for change in progress.versions_changed(self._checkpoint.manifest):
                 console.say(f"note: {self._checkpoint.folder} was written with another version: {change}")
+        for option in options.idle():
+            console.say(f"note: {self.stage}: no effect: {option}")
         reporter = None
         (self.directory / stage_process.traceback_file()).unlink(missing_ok=True)  # of an earlier process
         if collectives.is_main():

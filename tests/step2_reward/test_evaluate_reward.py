@@ -130,7 +130,6 @@ def test_mistakes_of_the_user(run: Run, models: dict[str, Path], tmp_path: Path)
     for words, message in (
         ((), "rlhf evaluate-reward: got no model, expected MODEL ... --data-path PATH ..."),
         ((one,), "--data-path: not given, expected sources of pairs, e.g. pairs.jsonl"),
-        ((one, one, *data), f"got a model twice in {one} {one}, expected each once"),
         ((one, str(models["foreign"]), *data), "got different tokenizers or chat templates, expected one"),
     ):
         code, _, errors = run(*words)

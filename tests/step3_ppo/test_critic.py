@@ -144,13 +144,15 @@ def test_a_run_with_a_head_on_the_actor_leaves_both_models(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its critic has the actor's backbone, and the next run may start from either."""
-    config = config_of(folder, critic_model="shared", output_dir=str(tmp_path), reward=("length,target=5",))
+    config = config_of(folder, critic_model="shared", output_dir=str(tmp_path), reward=("length,target=5",), patience=3)
     with pytest.raises(UserError, match="critic: got engine options with --critic-model shared"):
         check(config.model_copy(update={"critic": OwnEngineOptions(zero_stage=2)}))
     with pytest.raises(UserError, match=r"--critic-model shared: got it with --tensor-parallel-size 2, expected a"):
         check(config.model_copy(update={"tensor_parallel_size": 2}), ranks=2)
     stage.run(config)
-    assert "step3_ppo: the critic is a new value head on the actor" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step3_ppo: the critic is a new value head on the actor" in printed
+    assert "note: step3_ppo: no effect: --patience 3 without --keep-best\n" in printed
     out = tmp_path / "step3_ppo"
     weights = {name: load_file(out / name / "model.safetensors") for name in ("actor", "critic")}
     own = {name for name in weights["critic"] if name not in weights["actor"]}

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from step3_ppo.config import Step3Config
 from step3_ppo.rollout import ScoreScaling
@@ -67,8 +66,3 @@ def test_the_state_goes_through_json() -> None:
         one(scores)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert torch.equal(one(BATCHES[3]), other(BATCHES[3]))
-
-
-def test_a_part_without_its_whole_is_refused() -> None:
-    with pytest.raises(ValidationError, match="use_score_norm: expected use_score_scaling"):
-        Step3Config(use_score_norm=True)

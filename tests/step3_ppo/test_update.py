@@ -331,12 +331,30 @@ def test_without_rescoring_the_update_has_its_own_old_logprobs() -> None:
         ({"critic_model": "shared"}, "no critic_model shared"),
         ({"rollout_backend": "vllm,memory_share=0.3"}, "rollout_backend loop, got vllm"),
         ({"tis_cap": 2.0}, "tis_cap: expected rescore"),
-        ({"vf_coef": 0.5, "rescore": True}, "vf_coef 0.5: expected critic_model shared"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_needs_the_log_probs_of_the_trainer_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_of("ppo", **{"num_ppo_epochs": 1, "num_mini_batches": 1, "rescore": False} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"use_score_norm": True}, "--use-score-norm without --use-score-scaling"),
+        ({"ptx_data_path": ("a.jsonl",)}, "--ptx-data-path with --ptx-coef 0"),
+        ({"target_kl": 0.1, "num_mini_batches": 2}, "--target-kl 0.1 with fewer than three optimizer steps"),
+        ({"vf_coef": 0.5}, "--vf-coef 0.5 without --critic-model shared"),
+        ({"keep_best": "eval_score"}, "--keep-best eval_score without --eval-every"),
+        ({"patience": 3}, "--patience 3 without --keep-best"),
+    ],
+)
+def test_an_option_without_effect_is_named(changes: dict[str, Any], note: str) -> None:
+    once = {"num_ppo_epochs": 1, "num_mini_batches": 1}
+    assert next(config_of("ppo", **once | changes).idle()).startswith(note)
+    needs = {"use_score_scaling": True, "ptx_coef": 0.1, "num_ppo_epochs": 2, "critic_model": "shared"}
+    needs |= {"eval_every": 1, "keep_best": "eval_score"}
+    assert [*config_of("ppo", **once | changes | needs).idle()] == []
 
 
 def test_the_average_follows_every_step_that_was_applied() -> None:

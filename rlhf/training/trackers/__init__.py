@@ -70,11 +70,8 @@ def open_tracker(spec: str) -> Tracker:
 
 
 def check_trackers(specs: Sequence[str]) -> None:
-    """Raises: UserError as of `open_tracker`, or for a tracker that is named twice."""
-    names = [plugins.parse_spec(spec)[0] for spec in specs]
-    for name, spec in zip(names, specs, strict=True):
-        if names.count(name) > 1:
-            raise UserError(f"--report-to {' '.join(specs)}: got {name} twice; name each tracker once")
+    """Raises: UserError as of `open_tracker`."""
+    for spec in specs:
         try:
             open_tracker(spec)
         except UserError as error:

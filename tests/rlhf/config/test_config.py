@@ -202,11 +202,6 @@ def test_config_without_a_file_is_refused(argv: list[str]) -> None:
     assert mistake(*argv).startswith("--config: got no file")
 
 
-def test_a_word_that_is_no_utf8_is_refused() -> None:
-    message = mistake("--output-dir", "runs/\udcff")  # as Python reads the byte 0xff
-    assert message == r"'runs/\udcff': got bytes that are not UTF-8, expected an option or a path in UTF-8"
-
-
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

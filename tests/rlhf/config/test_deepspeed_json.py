@@ -173,8 +173,7 @@ def test_a_contradiction_names_both(
 
 def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{")
-    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
-    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON"), ("deep.json", "not valid JSON")):
+    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON")):
         with pytest.raises(UserError, match=reason):
             deepspeed_json.read(tmp_path / path)
 

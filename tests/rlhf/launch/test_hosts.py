@@ -58,12 +58,10 @@ def test_the_choice_among_hosts(
     ("text", "options", "message"),
     [
         ("a slots=2\nb 2\n", {}, "bad entry: b 2"),
-        ("a slots=0\n", {}, "got no slot"),
         ("-oProxyCommand=x slots=1\n", {}, "got the host '-oProxyCommand=x'"),
         ("a;b slots=1\n", {}, "got the host 'a;b'"),
         (ABC, {"include": "a", "exclude": "b.example"}, "mutually exclusive"),
-        (ABC, {"include": "a", "num_nodes": 1}, "--num-nodes: got it with --include"),
-        (ABC, {"exclude": "a", "num_gpus": 1}, "--num-gpus: got it with --include or --exclude"),
+        (ABC, {"include": "a", "num_nodes": 2}, "--num-nodes 2: there are 1 hosts: a"),
         ("localhost slots=8\n", {}, "slot 7 of localhost: expected one from 0 to 3"),
         (ABC, {"num_nodes": 4}, "--num-nodes 4: there are 3 hosts: a, b.example, 10.0.0.2"),
         (ABC, {"launcher": "slurm"}, "--launcher slurm: no program srun on PATH"),

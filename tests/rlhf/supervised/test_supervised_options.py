@@ -41,8 +41,6 @@ def test_another_interval_is_refused(interval: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_best": "eval_loss"}, "keep_best: expected eval_every"),
-        ({"eval_every": 5, "patience": 2}, "patience: expected keep_best"),
         (
             {"eval_every": 5, "keep_best": "eval_perplexity"},
             "keep_best: Input should be 'eval_accuracy' or 'eval_loss'",
@@ -53,6 +51,13 @@ def test_another_interval_is_refused(interval: Any) -> None:
 def test_options_that_need_others(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         validate(RewardConfig, options, "x")
+
+
+def test_an_option_without_effect_is_named() -> None:
+    [note] = RewardConfig(keep_best="eval_loss").idle()
+    assert note == "--keep-best eval_loss without --eval-every in one epoch, which has one evaluation"
+    assert [*RewardConfig(eval_every=5, patience=2).idle()] == ["--patience 2 without --keep-best"]
+    assert [*RewardConfig(eval_every=5, patience=2, keep_best="eval_loss").idle()] == []
 
 
 SIZE = Size(total=1100, trained=1100, largest=100, outer=100, layers=2, hidden=8, cache=0, vocabulary=50)

@@ -274,7 +274,6 @@ def test_a_tracker_fits_accelerates_class_and_names_its_package(
     ("specs", "message"),
     [
         (("wandbb",), "--report-to wandbb: no 'wandbb' in rlhf.training.trackers; .*did you mean 'wandb'"),
-        (("tensorboard", "tensorboard"), "got tensorboard twice"),
         (("tensorboard,projct=x",), "projct"),
         (("nothing.py",), "nothing.py: no such Python file"),
         (("half.py",), "half.py: build returned a value of type Half, which has no function log_config"),
