@@ -1,7 +1,8 @@
 """`--help`: the options that most runs need, in groups; `--help-all`: every option. Torch-free."""
 
-import textwrap
+import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from pydantic.fields import FieldInfo
 
@@ -15,7 +16,7 @@ STAGE_GROUPS: Groups = {
     "machine": ("dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size", "adapter"),
 }
 """options of every stage"""
-WIDTH, INDENT = 100, 28
+WIDTH, INDENT = 101, 29
 
 
 def short_help(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
@@ -39,23 +40,22 @@ def full_help(cls: type[Config], prog: str, description: str) -> str:
 def _page(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
     fields = {name.replace("_", "-"): field for name, field in options(cls)}
     positional = "".join(f" {name.upper()}" for name in cls.POSITIONAL)
-    usage = f"usage: {prog}{positional} [--config FILE ...] [--OPTION VALUE ...]"
-    lines = [usage, "", textwrap.fill(description, WIDTH)]
+    page = argparse.ArgumentParser(
+        usage=f"{prog}{positional} [--config FILE ...] [--OPTION VALUE ...]", description=description, add_help=False,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=INDENT, width=WIDTH),
+    )  # fmt: skip
     for title, names in groups.items():
-        lines += ["", f"{' '.join(title.split())}:"]
+        group = page.add_argument_group(" ".join(title.split()))
         for name in filter(fields.__contains__, names):
-            lines += _option(name, fields[name])
-    return "\n".join(lines)
+            group.add_argument(f"--{name}", action="store_true", help=_help(fields[name]).replace("%", "%%"))
+    return page.format_help().rstrip()
 
 
-def _option(name: str, field: FieldInfo) -> list[str]:
+def _help(field: FieldInfo) -> str:
+    """What an option does, its choices and its default."""
     text = " ".join((field.description or "").split())
     value = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     notes = [", ".join(map(str, choices(field.annotation)))]
     notes += [] if value is None or value == "" or value is False else [f"default: {value}"]
     note = "; ".join(filter(None, notes))
-    wrapped = textwrap.wrap(text + (f" ({note})" if note else ""), WIDTH - INDENT)
-    option = f"  --{name} "
-    if len(option) > INDENT:
-        return [option.rstrip(), *(" " * INDENT + line for line in wrapped)]
-    return [option.ljust(INDENT) + wrapped[0], *(" " * INDENT + line for line in wrapped[1:])]
+    return text + (f" ({note})" if note else "")
