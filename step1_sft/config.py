@@ -33,7 +33,6 @@ STAGE = Declaration(
             Curve("Perplexity of held-out responses", ("eval_perplexity",)),
             Curve("Learning rate", ("learning_rate",)),
             Curve("Speed", ("tokens_per_second",)),
-            Curve("Share of the device's peak", ("share_of_peak",)),
         ),
         results=(Result("eval_perplexity", "perplexity of held-out responses"),),
     ),

@@ -29,7 +29,6 @@ STAGE = Declaration(
             Curve("Gradient norm", ("grad_norm",)),
             Curve("Learning rate", ("learning_rate", "learning_rate_of_head")),
             Curve("Speed", ("tokens_per_second",)),
-            Curve("Share of the device's peak", ("share_of_peak",)),
         ),
         results=(
             Result("eval_accuracy", "held-out pairs in the right order", share=True, baselines=BASELINES),

@@ -1,6 +1,5 @@
-"""The operations of a forward pass, and how many of them training takes."""
+"""The operations of a forward pass."""
 
-from rlhf.plan.forecast import ModelSpec
 from rlhf.plan.sizes import Size
 
 
@@ -10,9 +9,3 @@ def forward_flops(size: Size, rows: float, tokens: float, predicted: float) -> f
     inner = size.total - size.outer
     attention = 2 * tokens**2 * size.hidden * size.layers
     return rows * (2 * inner * tokens + attention + 2 * size.vocabulary * size.hidden * predicted)
-
-
-def training_passes(spec: ModelSpec) -> float:
-    """Forward passes that take as long as a forward and a backward pass: 3, or 2 where an adapter freezes the
-    weights."""
-    return 3.0 if spec.adapter is None else 2.0

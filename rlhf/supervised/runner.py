@@ -27,7 +27,7 @@ from rlhf.plan.forecast import Workload
 from rlhf.report.verdict import stage_verdict
 from rlhf.storage.manifests import planned_start, resolve_model_path
 from rlhf.supervised.options import SupervisedOptions, steps_between
-from rlhf.supervised.speed import Arithmetic, Speed, arithmetic
+from rlhf.supervised.speed import Speed
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training import progress, random_sources
 from rlhf.training.checkpoints import Resumable, require_room
@@ -158,7 +158,7 @@ class Supervised(Generic[C]):
             run.resume(state if best_model is None else best_model.add_to(state))
             if learner.before and not run.done:
                 run.record_evaluation(learner.before)
-            speed = Speed(self._arithmetic(config, model_path, data))
+            speed = Speed()
             every = steps_between(config.eval_every, batches.steps(1))
             steps = with_evaluations(
                 run.with_exports(speed.observe(learner.train(batches)), learner.save),
@@ -185,13 +185,6 @@ class Supervised(Generic[C]):
         }
         console.say(f"{self.declaration.name}: epoch {step / steps_per_epoch:.3g}: {console.metrics_line(shown)}")
         return metrics
-
-    def _arithmetic(self, config: C, model_path: str, data: PhaseData[Any]) -> Arithmetic | None:
-        """The operations of the model in training, where the peak of the devices is known."""
-        device = collectives.local_device().type
-        workload = self.workload(config, device, {"model": model_path})
-        lengths = data.train.row_lengths.astype(float)
-        return arithmetic(workload.models[0], workload.dtype, float((lengths**2).sum() / lengths.sum()))
 
 
 class BestModel:
