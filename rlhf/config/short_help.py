@@ -16,7 +16,7 @@ STAGE_GROUPS: Groups = {
     "machine": ("dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size", "adapter"),
 }
 """options of every stage"""
-WIDTH, INDENT = 101, 29
+WIDTH, INDENT = 100, 28
 
 
 def short_help(cls: type[Config], prog: str, description: str, groups: Groups) -> str:
