@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerBase
 
 from rlhf import plugins
+from rlhf.adapters import virtual_tokens
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, PlainErrors
@@ -42,6 +43,11 @@ def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenize
         raise UserError(
             f"--add-tokens, --extend-tokenizer: got --adapter {name}, expected another: the new rows are trained with "
             "every adapter"
+        )
+    if virtual_tokens(config.adapter):
+        raise UserError(
+            f"--add-tokens, --extend-tokenizer: got --adapter {config.adapter}, which is saved without rows of the "
+            "base model; expected one that is merged, as lora"
         )
     if config.share_trunk:
         raise UserError(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
 from data.prepare.encode import Demonstration, Prompt
 from data.read.records import Phase
-from rlhf import generation, plugins, rewards
+from rlhf import adapters, generation, plugins, rewards
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
@@ -135,6 +135,7 @@ def _check_engines(config: Step3Config, ranks: int) -> None:
     for name, options in {"actor": config.actor_options, "critic": config.critic_options}.items():
         try:
             check_engine(options, ranks)
+            adapters.require_merging(options.adapter, "reinforcement learning")
         except UserError as error:
             shared = getattr(config, name) == OwnEngineOptions()
             raise UserError(f"{error}" if shared else f"{name}: {error}") from None

@@ -36,6 +36,9 @@ class Adapter(Protocol):
     """peak rate of supervised fine-tuning that suits the method (`with_own_rates`); None = that of all weights"""
     check: Callable[[EngineOptions], None] | None = None
     """raises a UserError for options of a trained model that exclude the method; called before a model is loaded"""
+    tokens_before: int = 0
+    """how many virtual tokens it puts before every row. A model with some is saved as an adapter, so `disabled`
+    and `merged` are not called"""
 
     def wrap(self, model: PreTrainedModel) -> None:
         """Freeze the weights of `model` and add modules with trainable weights of its dtype and device. The model
@@ -87,6 +90,20 @@ def wrap(model: PreTrainedModel, spec: str | None) -> PreTrainedModel:
         if not trained:
             raise UserError(f"adapter '{spec}': after wrap(model) no weight requires gradients, expected its own ones")
     return model
+
+
+def virtual_tokens(spec: str | None) -> int:
+    """How many virtual tokens the adapter that `spec` names puts before every row."""
+    return 0 if spec is None else open_adapter(spec).tokens_before
+
+
+def require_merging(spec: str | None, stage: str) -> None:
+    """Raises: UserError for an adapter that cannot be merged. stage: what needs whole weights"""
+    if virtual_tokens(spec):
+        raise UserError(
+            f"--adapter {spec}: {adapter_files.ALONE}, but {stage} needs whole weights; expected another method, "
+            "as lora, or step 1 alone (--steps 1)"
+        )
 
 
 def own_rates(options: EngineOptions) -> dict[str, float]:

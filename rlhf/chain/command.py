@@ -55,6 +55,7 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
 
     Every stage is checked before the first is started. Raises: UserError.
     """
+    from rlhf.adapters import require_merging
     from rlhf.chain.steps import chosen_steps, describe_skipped
     from rlhf.storage import manifests
     from rlhf.training import progress
@@ -71,6 +72,8 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
             finished.append(name)
             continue
         try:
+            if 1 in todo:
+                require_merging(todo[1].adapter, f"{name}, which follows it,")
             stage.check(options, planned, processes)
         except UserError as error:
             raise UserError(f"{name}: {console.as_typed(str(error), typed_names(SECTIONS[step], options))}") from None

@@ -183,7 +183,7 @@ def outputs(model: Any, ids: Sequence[int]) -> Tensor:
 
 def log_probs(model: Any, ids: Sequence[int], start: int = 1, temperature: float = 1.0) -> tuple[Tensor, float]:
     """The log-probs of the ids from `start` on, float64 [T], and the mean square of a logit."""
-    logits = outputs(model, ids).float() / temperature
+    logits = outputs(model, ids)[-len(ids) :].float() / temperature  # virtual tokens stand before the ids
     logits = logits[start - 1 : -1]
     index = torch.tensor(ids[start:], device=logits.device)[:, None]
     return logits.log_softmax(-1).gather(1, index)[:, 0].double().cpu(), logits.square().mean().item()

@@ -20,7 +20,7 @@ from rlhf.generation import BackendOptions
 from rlhf.generation.loop import refuse_recurrent, sampled, steps
 from rlhf.maths.uniforms import EVALUATION, uniforms
 from rlhf.models.ends import end_ids
-from rlhf.models.load import context_length, load_causal_lm
+from rlhf.models.load import Loading, context_length, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
@@ -90,7 +90,7 @@ def load_models(paths: Mapping[str, str], reward: str | None, chat_template: str
     tokenizer = common_tokenizer([*paths.values()], chat_template)
     policies = {}
     for name, path in paths.items():
-        lm = load_causal_lm(path, compute, id_count(tokenizer))
+        lm = load_causal_lm(path, compute, id_count(tokenizer), Loading(virtual_tokens=True))
         refuse_recurrent(lm)
         policies[name] = Policy(lm).to(device).requires_grad_(False)
     context = rewards.Context(tokenizer, device, compute, "", 1)

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-VIRTUAL_TOKENS = (
-    "no virtual tokens: they cannot be merged into a model, which the next stages and other programs load; "
-    "--adapter bitfit or ia3 trains about as few weights"
+PREFIX_TUNING = (
+    "--adapter p_tuning: the keys and values of prefix tuning stand in no layer's packed rows; --adapter prompt_tuning "
+    "trains fewer weights"
 )
 LORA = "--adapter lora: that method gained no more than it, within the intervals (docs/adapters.md)"
 OWN_TRACKER = "a tracker of yours, --report-to my_tracker.py (docs/extending.md)"
@@ -25,10 +25,8 @@ METHODS = {
     "loha": LORA,
     "ln_tuning": "--adapter ia3: it trains as few weights; bitfit trains the biases of a model that has some",
     "bit_fit": "--adapter bitfit",
-    "prompt_tuning": VIRTUAL_TOKENS,
-    "prefix_tuning": VIRTUAL_TOKENS,
-    "p_tuning": VIRTUAL_TOKENS,
-    "p_tuning_v2": VIRTUAL_TOKENS,
+    "prefix_tuning": PREFIX_TUNING,
+    "p_tuning_v2": PREFIX_TUNING,
     "neptune": OWN_TRACKER,
     "visdom": OWN_TRACKER,
 }

@@ -45,7 +45,8 @@ SavedAdapter = str | AdapterAlone | None
 
 def saved_adapter(options: EngineOptions, model: str) -> SavedAdapter:
     """How a trained model is saved under these options. model: the path from which it started"""
-    return AdapterAlone(adapter_files.base_of(model)) if options.share_trunk else options.adapter
+    alone = options.share_trunk or adapters.virtual_tokens(options.adapter)
+    return AdapterAlone(adapter_files.base_of(model)) if alone else options.adapter
 
 
 def save_policy(

@@ -57,7 +57,8 @@ class PromptSet:
     def load(self, model_path: str) -> Policy:
         """The policy, frozen, on the device. Raises: UserError if there is no such model."""
         device = collectives.local_device()
-        model = load_causal_lm(model_path, self._dtype(device), id_count(self.tokenizer), Loading(self.options.seed))
+        loading = Loading(self.options.seed, virtual_tokens=True)
+        model = load_causal_lm(model_path, self._dtype(device), id_count(self.tokenizer), loading)
         return Policy(model).to(device).requires_grad_(False)
 
     def backend(self) -> Backend:

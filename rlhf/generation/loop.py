@@ -18,6 +18,7 @@ from rlhf.generation import BackendOptions
 from rlhf.generation._cache import StaticCache, StaticLayer
 from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
+from rlhf.models import virtual_tokens
 from rlhf.models.ends import end_ids
 from rlhf.models.packing import States, model_inputs, packs
 from rlhf.models.policy import restrict_head
@@ -49,7 +50,8 @@ class Loop:
     ) -> SampledRollout:
         refuse_recurrent(lm)
         choice = _Choice.from_options(lm, sampling, self._config, greedy=uniforms is None)
-        tokens, logprobs, mask = _Rollout(lm, prompts, choice, uniforms, self._memory).sample()
+        begun = virtual_tokens.before_prompts(lm, prompts)
+        tokens, logprobs, mask = _Rollout(lm, begun, choice, uniforms, self._memory).sample()
         return sampled(prompts, tokens, mask, logprobs, choice.ends)
 
     def release(self) -> None:
@@ -97,7 +99,7 @@ def steps(
     Between two steps no other pass of `lm` may run: its layers are prepared for decoding. Arguments: as of `Backend`.
     """
     choice = _Choice.from_options(lm, sampling, config, greedy=uniforms is None)
-    rollout = _Rollout(lm, prompts, choice, uniforms, Memory())
+    rollout = _Rollout(lm, virtual_tokens.before_prompts(lm, prompts), choice, uniforms, Memory())
     table = rollout.table
     for column in rollout.columns():
         yield Step(table.tokens[:, column], table.logprobs[:, column], table.sampled[:, column])

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import ADAPTER_WEIGHTS, is_adapter, with_file
+from rlhf.models import virtual_tokens
 from rlhf.storage import disk
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ UNLIKE = ("base_model_name_or_path", "inference_mode", "task_type", "modules_to_
 """options in which adapters of one method differ"""
 
 
+ALONE = "its virtual tokens cannot be merged into a model"
+"""why prompt tuning and its like end with step 1"""
+
+
 def base_of(path: str) -> str:
     """The base model of the adapter in a directory; of another model, the model itself. Local paths are absolute.
 
@@ -50,14 +55,15 @@ def base_of(path: str) -> str:
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-def read_options(path: str) -> "PeftConfig":
-    """The options of the adapter in a directory. Raises: UserError for virtual tokens."""
+def read_options(path: str, virtual_tokens: bool = False) -> "PeftConfig":
+    """The options of the adapter in a directory. Raises: UserError for virtual tokens, unless they are expected."""
     from peft import PeftConfig
 
     options = PeftConfig.from_pretrained(path)
-    if options.is_prompt_learning:
+    if options.is_prompt_learning and not virtual_tokens:
         raise UserError(
-            f"model '{path}': an adapter of virtual tokens, which cannot be merged; expected another method"
+            f"model '{path}': {ALONE}, and no stage trains it further; expected whole weights, as those of its base "
+            f"model '{options.base_model_name_or_path}', or another method, as --adapter lora"
         )
     options.modules_to_save = None  # a scalar model has its head beside the backbone
     return options
@@ -167,7 +173,7 @@ def options_of(model: PreTrainedModel, name: str) -> "PeftConfig":
 
 def _without_prefix(options: Any, model: PreTrainedModel) -> "PeftConfig":
     """The options with names of modules that match a language model and its backbone alone."""
-    if isinstance(options.target_modules, set):
+    if isinstance(getattr(options, "target_modules", None), set):
         prefix = f"{model.base_model_prefix}."  # sorted, the file does not depend on the order of a set
         options.target_modules = sorted(module.removeprefix(prefix) for module in options.target_modules)
     own_options: PeftConfig = options
@@ -188,11 +194,13 @@ def save(model: PreTrainedModel, name: str, base: str, directory: Path, head: Te
     """
     from peft import get_peft_model_state_dict
 
-    options: Any = options_of(model, name)
+    tokens = virtual_tokens.of(model)
+    source: Any = model if tokens is None else tokens.held[0]
+    options: Any = options_of(source, name)
     options.task_type = "CAUSAL_LM" if head is None else "SEQ_CLS"
     options.modules_to_save = None if head is None else ["score"]
-    own_prefix = f"{PREFIX}{_inner_prefix(model)}"
-    weights = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    own_prefix = f"{PREFIX}{_inner_prefix(model)}" if tokens is None else ""
+    weights = get_peft_model_state_dict(source, adapter_name=name, save_embedding_layers=False)
     state = {f"{own_prefix}{key}": value for key, value in weights.items()}
     if head is not None:
         state[HEAD_IN_FILE] = head

@@ -29,7 +29,7 @@ from rlhf.hub.untrusted import (
     refuse_whole_numbers,
     with_file,
 )
-from rlhf.models import adapter_files, ends, new_rows, packing, quantized
+from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.traits import attention_options, class_of, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -231,6 +231,8 @@ class Loading:
     """bits of the matrices of the layers"""
     new_tokens: Mapping[int, list[int]] = field(default_factory=dict)
     """new ids, each with ids of which the mean is its row"""
+    virtual_tokens: bool = False
+    """whether a model may have virtual tokens, which no stage trains further"""
 
 
 WHOLE = Loading()
@@ -291,7 +293,11 @@ def _load(auto: Any, path: str, dtype: torch.dtype, tokenizer_size: int, loading
         if is_adapter(Path(base)):
             raise UserError(f"model '{path}': its base model '{base}' is an adapter too, expected whole weights")
         model = _load(auto, base, dtype, tokenizer_size, loading)
-        adapter_files.merge(model, source)
+        saved = adapter_files.read_options(source, loading.virtual_tokens)
+        if saved.is_prompt_learning:
+            virtual_tokens.load(model, source, saved)
+        else:
+            adapter_files.merge(model, source)
         for name in ("eos_token_id", "pad_token_id"):  # which it does not share with its base model
             setattr(model.config, name, getattr(config, name, None))
         return model

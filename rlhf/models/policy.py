@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.maths import ops
-from rlhf.models import packing
+from rlhf.models import packing, virtual_tokens
 from rlhf.models.head import ScoreHead
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import Sequences, to_device
@@ -60,7 +60,7 @@ class Policy(nn.Module):
 
     def _read(self, sequences: Sequences, temperature: float, entropy: Entropy) -> tuple[TokenOutput, States]:
         """The same, and the hidden states that the head reads."""
-        s, device = sequences, self.lm.device
+        s, device = virtual_tokens.before(self.lm, sequences), self.lm.device
         on_mask = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
         inputs = packing.model_inputs(self.lm, s.ids, s.mask)
         with restrict_head(self.lm.get_output_embeddings(), to_device(inputs.states[on_mask] - 1, device)) as hidden:
@@ -70,7 +70,8 @@ class Policy(nn.Module):
         predicted = tuple(to_device(index, device) for index in on_mask)
 
         def placed(values: Tensor) -> Tensor:
-            return torch.zeros(s.ids.shape, dtype=values.dtype, device=device).index_put(predicted, values)
+            rows = torch.zeros(s.ids.shape, dtype=values.dtype, device=device).index_put(predicted, values)
+            return rows[:, -sequences.ids.shape[1] :]
 
         if entropy == "watched":
             logprobs, entropies = ops.logprobs_and_entropy(logits, ids, temperature)

@@ -112,6 +112,8 @@ class Supervised(Generic[C]):
         self.check_options(config)
         check_trackers(config.report_to)
         check_engine(config, ranks)
+        if not self.declaration.policies:
+            adapters.require_merging(config.adapter, "a reward model")
         ranks = replicas(config, ranks)
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
@@ -119,7 +121,8 @@ class Supervised(Generic[C]):
         start = planned_start(config.model, config.output_dir, planned or {})
         model_path = start or resolve_model_path(config.model, *FOLDERS)
         check_trunk(config, resolve(model_path))
-        check_start(model_path, config.chat_template, config.max_length, config.convert_template)
+        tokens = config.max_length + adapters.virtual_tokens(config.adapter)
+        check_start(model_path, config.chat_template, tokens, config.convert_template)
         check_split(config, model_path)
         directory = Path(config.output_dir) / self.declaration.name
         require_room(directory, self.workload(config, "cpu", {"model": model_path}).checkpoints)

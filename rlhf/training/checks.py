@@ -13,7 +13,7 @@ from rlhf.errors import UserError
 from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
 from rlhf.models import quantized
-from rlhf.models.adapter_files import base_of, reason_against_sharing
+from rlhf.models.adapter_files import base_of, read_options, reason_against_sharing
 from rlhf.models.load import load_config, require_context, require_vocabulary
 from rlhf.storage import manifests
 from rlhf.text.encoder import id_count
@@ -94,7 +94,10 @@ def check_start(model_path: str, chat_template: str, tokens: int, convert_templa
     Raises: UserError if there is no model or no tokenizer, its context is shorter than `tokens`, its tokenizer is
     another model's, or (without `convert_template`) a stage made it with another chat template or end token.
     """
-    tokenizer = load_tokenizer(short_names.resolve(model_path))
+    source = short_names.resolve(model_path)
+    if is_adapter(Path(source)):
+        read_options(source)  # refuses virtual tokens
+    tokenizer = load_tokenizer(source)
     prepared = prepare_tokenizer(tokenizer, chat_template)
     if chat_template != "auto" and not convert_template and manifests.stage_of(model_path) is not None:
         trained_with, requested = describe_template(tokenizer), describe_template(prepared)

@@ -97,6 +97,7 @@ def test_the_nearest_name_is_suggested(folder: str) -> None:
         ("rsLoRA", "--adapter lora,use_rslora=true"),
         ("PiSSA", "--adapter lora: "),
         ("ln_tuning", "--adapter ia3: "),
+        ("P-Tuning-v2", "--adapter p_tuning: "),
     ],
 )
 def test_a_method_that_has_another_name_here_is_answered(name: str, cure: str) -> None:

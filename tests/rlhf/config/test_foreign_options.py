@@ -105,14 +105,6 @@ def test_what_no_library_has_gets_no_answer() -> None:
         assert refusal(CHAIN, name) == f"no option '{name}'; see --help"
 
 
-@pytest.mark.parametrize("name", ["prefix_tuning", "prompt-tuning", "p_tuning", "P-Tuning-v2"])
-def test_adapters_of_virtual_tokens_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(
-        UserError, match=rf"^no '{name}' in rlhf.adapters: here no virtual tokens: they cannot be merged"
-    ):
-        plugins.find("rlhf.adapters", name)
-
-
 @pytest.mark.parametrize("name", ["Neptune", "visdom"])
 def test_trackers_that_went_have_an_answer(name: str) -> None:
     with pytest.raises(UserError, match=rf"^no '{name}' in rlhf.training.trackers: here a tracker of yours"):
