@@ -13,11 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, cast
 
-from data.read.json_rows import parse_array, parse_record
+from data.read.json_rows import parse_array
 from data.read.records import Record, Skipped, column_names, without_padding
 from data.read.remote import DataFile, RemoteFile, refuse_failures
 from rlhf.errors import UserError
-from rlhf.text.strict_json import DECODER
+from rlhf.text.strict_json import DECODER, parse_record
 
 LocatedRecords = Iterator[tuple[str, Record | Skipped]]
 """(location, record); the location is file:line, and a Skipped replaces a record that cannot be read"""

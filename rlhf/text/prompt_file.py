@@ -8,7 +8,7 @@ from pathlib import Path
 from rlhf.config import Tree, suggest
 from rlhf.errors import UserError
 from rlhf.text.messages import read_message, require_text, row_variables, short_json
-from rlhf.text.strict_json import DECODER
+from rlhf.text.strict_json import parse_record
 from rlhf.types import Message, Row
 
 TRANSCRIPT = re.compile(r"\s*Human:")
@@ -68,12 +68,7 @@ def _decode(line: bytes, location: str) -> str:
 
 
 def _json_row(line: str, location: str) -> Row:
-    try:
-        record = DECODER.decode(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{location}: not JSON ({error}); expected one object per line") from None
-    if not isinstance(record, dict):
-        raise UserError(f"{location}: got a {type(record).__name__}, expected an object with a 'prompt'")
+    record = parse_record(line, location)
     if "prompt" not in record:
         columns = ", ".join(record) or "none"
         raise UserError(f"{location}: no column 'prompt'; have {columns}{suggest('prompt', list(record))}")

@@ -34,10 +34,10 @@ def test_prompts_of_plain_text(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "no JSON": (b"{'prompt': 1}", ["not JSON"]),
+    "no JSON": (b"{'prompt': 1}", ["not valid JSON"]),
     "a repeated key": (b'{"prompt": "a", "prompt": "b"}', ['the key "prompt" is repeated']),
     "no number": (b'{"prompt": "a", "x": NaN}', ["got NaN"]),
-    "no object": (b'["a"]', ["got a list"]),
+    "no object": (b'["a"]', ["got an array"]),
     "no prompt": (b'{"promt": "a"}', ["no column 'prompt'", "promt"]),
     "a number": (b'{"prompt": 3}', ["prompt: got 3"]),
     "null": (b'{"prompt": null}', ["prompt: got null"]),
