@@ -250,9 +250,6 @@ def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks
     train, held_out, phase = opened.train.batch_elements, len(opened.evaluation), opened.train.phase
     if not options.eval_fraction and not options.eval_data_path:
         raise UserError("--eval-fraction 0: every stage is evaluated on held-out rows; expected more than 0")
-    for name, limit, minimum in (("train", options.max_train_rows, batch_size), ("eval", options.max_eval_rows, ranks)):
-        if limit is not None and limit < minimum:
-            raise UserError(f"--max-{name}-rows {limit}: expected at least {minimum} rows for {phase}")
     if train >= batch_size and held_out >= ranks:
         return
     sources = opened.report["sources"]
@@ -260,6 +257,6 @@ def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks
     raise UserError(
         f"{', '.join(source['data_path'] for source in sources)}: {phase} got {train} rows with {REQUIRED[phase]} "
         f"to train on and {held_out} held out, of {sum(source['rows'] for source in sources)} rows ({counts}); "
-        f"expected at least {batch_size} (one batch) and {ranks}; add rows, or lower --batch-size"
-        + hints(opened.report)
+        f"expected at least {batch_size} (one batch) and {ranks}; add rows, raise --max-train-rows and "
+        "--max-eval-rows, or lower --batch-size" + hints(opened.report)
     )

@@ -141,12 +141,7 @@ def origins(options: DataOptions, phase: Phase, own_data_only: bool = False) -> 
         raise UserError(
             f"{unweighted[0]}: got no weight beside weighted paths; give all of them a weight, or none: PATH=0.5"
         )
-    if train[0].weight is not None and not any(origin.weight for origin in train):
-        raise UserError(f"{train[0].data_path}: got only weights of 0, expected one above 0")
     held_out = [open_origin(path, "evaluation") for path in options.eval_data_path]
-    weighted = [origin.data_path for origin in held_out if origin.weight is not None]
-    if weighted:
-        raise UserError(f"--eval-data-path {weighted[0]}: got a weight, expected none: all its rows are for evaluation")
     return [origin for origin in train if origin.weight != 0] + held_out
 
 

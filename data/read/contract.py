@@ -1,7 +1,7 @@
 """Checks of what a source yields. The sources in data/sources build rows from checked records; the rows of a user's
 own source are checked here."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from data.read.columns import ROLES, read_number
@@ -20,8 +20,6 @@ def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[R
     count = 0
     with plugins.CatchUserCode() as caught:
         rows = source.rows(phase)
-        if not isinstance(rows, Iterable):
-            raise UserError(f"{data_path}: rows('{phase}') gave {_describe(rows)}, expected an iterator of rows")
         for row in rows:
             count += 1
             try:
@@ -53,8 +51,6 @@ def require_row(row: object) -> None:
         text = getattr(row, name)
         if text is not None or name in ("group", "ranking"):
             require_text(text, name)
-    if not isinstance(row.columns, dict):
-        raise UserError(f"columns: got {_describe(row.columns)}, expected a dict")
     if row.rejected is not None and row.columns.get("margin") is not None:
         read_number(row.columns, "margin", "columns")
 

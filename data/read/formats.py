@@ -43,13 +43,10 @@ def read_records(path: DataFile, lines: bool = False) -> LocatedRecords:
     """Every row of a data file. A row that cannot be read gives a Skipped, and reading continues with the next row.
 
     lines: whether each line of a .txt file is a document
-    Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix; or if
-    `lines` is set for a file of another format.
+    Raises: UserError if the whole file cannot be read: it is damaged, or its format differs from its suffix.
     """
-    if lines and suffix(path) != ".txt":
-        raise UserError(f"{path}: got lines=true, which is for .txt files; expected none")
     with _open_file(path) as file:
-        yield from _read_lines(path, file) if lines else FORMATS[suffix(path)](path, file)
+        yield from _read_lines(path, file) if lines and suffix(path) == ".txt" else FORMATS[suffix(path)](path, file)
 
 
 @contextmanager
@@ -140,7 +137,7 @@ def _read_csv(path: DataFile, file: IO[bytes], delimiter: str) -> LocatedRecords
             except UserError as error:
                 yield location, Skipped(str(error), bad=True)
         elif cells and not columns:
-            columns = _read_header(location, cells, delimiter)
+            columns = _read_header(location, cells)
         elif cells:
             count = f"cells: got {len(cells)}, expected {len(columns)} as in the header"
             yield location, Skipped(f"{location}: {count}; quote cells that contain {delimiter!r}", bad=True)
@@ -162,13 +159,10 @@ def _cell(text: str, location: str) -> object:
         ) from None
 
 
-def _read_header(location: str, cells: list[str], delimiter: str) -> list[str]:
+def _read_header(location: str, cells: list[str]) -> list[str]:
     repeated = [cell for cell in dict.fromkeys(cells) if cells.count(cell) > 1]
     if repeated:
         raise UserError(f"{location}: got the columns {column_names(cells)}, expected {column_names(repeated)} once")
-    if len(cells) == 1 and any(other in cells[0] for other in ",;\t" if other != delimiter):
-        expected = "tabs (.tsv)" if delimiter == "\t" else "commas (.csv)"
-        raise UserError(f"{location}: got one column '{column_names(cells)}', expected columns separated by {expected}")
     return cells
 
 

@@ -237,7 +237,7 @@ class SavedDataset:
         import datasets  # half a second, needed here only
         import pyarrow
 
-        _refuse_options(self.name, config, ("subset", "data_dir", "lines"), "a saved dataset has splits only")
+        _refuse_options(self.name, config, ("subset", "data_dir"), "a saved dataset has splits only")
         with refuse_failures(self.name, *READ_ERRORS, pyarrow.ArrowException):
             saved = datasets.load_from_disk(str(self.folder))
             if isinstance(saved, datasets.DatasetDict):
@@ -263,7 +263,6 @@ class HubDataset:
     def records(self, split: str, config: TableConfig) -> LocatedRecords:
         import datasets
 
-        _refuse_options(self.name, config, ("lines",), "it is for local .txt files")
         try:
             splits = self._load(datasets.load_dataset, config, streaming=config.streaming)
         except UserError:
@@ -343,7 +342,7 @@ def _load(function: Callable[..., T], path: str, name: str, config: TableConfig,
 
 def _refuse_options(name: str, config: TableConfig, options: Iterable[str], cure: str) -> None:
     for option in options:
-        if getattr(config, option) not in (None, False):
+        if getattr(config, option) is not None:
             raise UserError(f"{name}: got {option}={getattr(config, option)}, expected none: {cure}")
 
 

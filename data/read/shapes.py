@@ -77,7 +77,7 @@ def match_shape(
     shapes = [shape for shape in shapes if not any(used[shape] < used[other] for other in shapes)]
     if not shapes:
         expected = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {_list_shapes()}"
-        cure = _other_case(columns, name) or "or map the columns: files,prompt=COLUMN,response=COLUMN:PATH"
+        cure = "or map the columns: files,prompt=COLUMN,response=COLUMN:PATH"
         return f"got the columns {column_names(columns)}; expected {expected}; {cure}"
     present = available & {*SIDES}
     if name is None and len(present) == 1 and shapes[0].responses == NO_RESPONSE:
@@ -90,16 +90,6 @@ def match_shape(
         names = " and ".join(shape.name for shape in shapes)
         return f"the columns fit the shapes {names}; choose one, as in files,shape={shapes[0].name}:PATH"
     return shapes[0], tuple(column for column in columns if column not in used[shapes[0]])
-
-
-def _other_case(columns: tuple[str, ...], name: str | None) -> str:
-    """The cure if the names fit a shape in lower case, such as Prompt; else empty."""
-    lower = tuple(column.lower() for column in columns)
-    match = match_shape(lower, name, frozenset()) if lower != columns and len({*lower}) == len(lower) else ""
-    if isinstance(match, str):
-        return ""
-    mapped = (f"{low}={column}" for low, column in zip(lower, columns, strict=True) if low in match[0].columns)
-    return f"write files,{','.join(mapped)}:PATH"
 
 
 def _list_shapes() -> str:

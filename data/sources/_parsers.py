@@ -103,10 +103,6 @@ def hc3_chinese(record: Record, location: str) -> Row:
 
 def helpsteer(record: Record, location: str, attribute: str) -> Ranked:
     """One response, rated 0 to 4 on five attributes: HelpSteer (arXiv 2311.09528), HelpSteer2 (arXiv 2406.08673)."""
-    if "preference_strength" in record:
-        raise UserError(
-            f"{location}: preference_strength: got pairs, expected ratings; write helpsteer2_preference:PATH"
-        )
     prompt = _helpsteer_prompt(record, location)
     response, rating = read_text(record, "response", location), read_number(record, attribute, location)
     return Ranked(prompt, ((response, rating),), first_user_text(prompt))
@@ -172,11 +168,6 @@ def hh_rlhf(record: Record, location: str) -> Row:
     The group is the first message. If the dialogues differ before that turn, the row has no rejected side (none of
     3,109 rows in samples of harmless-base and helpful-base; 8 if consecutive turns of one speaker are not merged).
     """
-    if "transcript" in record and "chosen" not in record:
-        raise UserError(
-            f"{location}: transcript: red-team-attempts holds single transcripts with a rating, got no chosen and "
-            "rejected; expected data_dir harmless-base, helpful-base, helpful-online or helpful-rejection-sampled"
-        )
     chosen, rejected = (_transcript(record, column, location) for column in ("chosen", "rejected"))
     group = chosen[0].content
     if chosen[-1].role != "assistant":

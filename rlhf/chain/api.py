@@ -115,10 +115,7 @@ def _run(name: str, output_dir: Path, options: Tree, step: int) -> Result:
 
     refuse_secrets(options)
     directory = output_dir.expanduser().absolute()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir {output_dir}: cannot be made ({error.strerror}); name another directory") from None
+    directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"call-{name}.yaml"
     disk.write_text(file, parser.tree_to_yaml(options | {"output_dir": str(directory)}))
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as mistake:

@@ -54,9 +54,5 @@ def check_chat(options: ChatOptions) -> None:
         raise UserError(
             f"--compare {' '.join(options.compare)}: got {len(options.compare)} policies, expected two; write RUN first"
         )
-    if options.compare and options.policy is not None:
-        raise UserError("--policy and --compare: got both, expected one of them")
-    if not options.votes.endswith(".jsonl"):
-        raise UserError(f"--votes {options.votes}: expected a .jsonl file")
     if options.web and importlib.util.find_spec("gradio") is None:
         raise UserError('--web: needs Gradio; install it with: pip install "rlhf-pipeline[chat]"')

@@ -108,12 +108,10 @@ class Session:
     def vote(self, preference: Preference) -> None:
         """Append a vote on two answers, a: the left one, b: the right one; the dialogue continues with the better one.
 
-        Raises: UserError if there are no two answers, they must not train a reward model, or the file cannot be
+        Raises: UserError if the answers must not train a reward model, or the file cannot be
         written.
         """
         turn = self._answered()
-        if len(turn.policies) != 2:
-            raise UserError("a vote: got one policy, expected two that answer side by side (--compare)")
         if refused := self.refusal():
             raise UserError(f"no vote: {refused}")
         votes.append(self.votes, self._row(turn, preference))
@@ -149,8 +147,6 @@ class Session:
 def open_session(options: ChatOptions, run: RunModels) -> Session:
     """Load the models that the options name; a note says if answers have no score. Raises: UserError."""
     names = options.compare or (options.policy or run.newest,)
-    if len({*names}) < len(names):
-        raise UserError(f"--compare {' '.join(names)}: got one policy twice, expected two")
     paths = {name: run.path(name) for name in names}
     reward = run.reward
     if options.reward is not None:

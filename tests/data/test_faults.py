@@ -93,7 +93,7 @@ TOO_LITTLE: dict[str, tuple[str, list[str], str]] = {
         lines(20),
         ["--batch-size", "32"],
         "sft got 16 rows with a response to train on and 4 held out, of 20 rows (16 train, 4 evaluation); expected at "
-        "least 32 (one batch) and 1; add rows, or lower --batch-size",
+        "least 32 (one batch) and 1; add rows, raise --max-train-rows and --max-eval-rows, or lower --batch-size",
     ),
 }
 
@@ -123,8 +123,8 @@ def test_fewer_rows_to_evaluate_on_than_ranks(refused: Callable[..., str]) -> No
     argv = [*TWO, *SMALL[4:], *ONE_SHARE, "--data-path", "x.jsonl", "--eval-data-path", "one.jsonl"]
     assert refused(train.main, *argv) == (
         "step1_sft: x.jsonl, one.jsonl: sft got 39 rows with a response to train on and 1 held out, of 41 rows (39 "
-        "train, 1 prompt held out for evaluation, 1 evaluation); expected at least 16 (one batch) and 2; add rows, or "
-        "lower --sft.batch-size"
+        "train, 1 prompt held out for evaluation, 1 evaluation); expected at least 16 (one batch) and 2; add rows, "
+        "raise --max-train-rows and --max-eval-rows, or lower --sft.batch-size"
     )
 
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from data.config import DataOptions
 from data.dataset import PhaseData, Recipe, fingerprints, open_datasets
 from data.prepare.encode import Prompt
-from data.prepare.report import is_cut
 from data.prepare.split import PHASES
 from rlhf.errors import UserError
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -103,8 +102,6 @@ def test_without_weights_every_row_is_taken(home: Path, tokenizer: PreTrainedTok
     ("options", "message"),
     [
         ({"data_path": ("a.jsonl=0.5", "b.jsonl")}, "b.jsonl: got no weight beside weighted paths"),
-        ({"data_path": ("a.jsonl=0", "b.jsonl=0")}, "a.jsonl=0: got only weights of 0"),
-        ({"data_path": ("a.jsonl",), "eval_data_path": ("b.jsonl=1",)}, "--eval-data-path b.jsonl=1: got a weight"),
         ({"data_path": ()}, "sft: no data; name some with --data-path or --sft-only-data-path"),
         (
             {"data_path": ("a.jsonl=1", "b.jsonl=1"), "eval_data_path": ("b.jsonl",)},
@@ -248,20 +245,6 @@ def test_too_much_dropped_is_an_error(home: Path, tokenizer: PreTrainedTokenizer
         opened(tokenizer, **{**options, "max_dropped": 0.5})
     assert accounted(opened(tokenizer, **options)) == {"train": 40, "prompt too long": 60}
     assert len(opened(tokenizer, **options, truncate="tokens").train) == 100
-
-
-def test_a_reason_of_the_user_is_not_searched_for_words(home: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """No limit on tokens helps where a row does not belong there."""
-    write("a.jsonl", range(4))
-    Path("mine.py").write_text(
-        "from data.read.records import Skipped\nfrom rlhf.config import Config\n"
-        "class Rows:\n    def rows(self, phase):\n        return [Skipped('does not belong: truncation')] * 9\n"
-        "def build(config, path):\n    return Rows()\n"
-    )
-    options: dict[str, Any] = {**ALL, "max_length": 64}
-    assert not is_cut(opened(tokenizer, **options, data_path=("a.jsonl", "mine.py")).report)
-    Path("long.jsonl").write_text(json.dumps({"prompt": "w1 " * 70, "response": "w1"}))
-    assert is_cut(opened(tokenizer, **options, data_path=("a.jsonl", "long.jsonl")).report)
 
 
 # --- malformed rows

@@ -14,7 +14,6 @@ import pytest
 from data.read.formats import read_records, suffix
 from data.read.paths import TableConfig, open_path
 from data.read.records import Skipped
-from rlhf.errors import UserError
 
 ROWS = [
     {"prompt": "a\u2028b\u0085c", "response": 'say "é"'},
@@ -85,10 +84,6 @@ def test_a_document_a_line(tmp_path: Path, name: str) -> None:
             (f"{path}:{line}", {"text": text}) for line, text in ((1, "one two"), (3, "  three"), (6, "four"))
         ]
         assert bad[0] == f"{path}:5" and isinstance(bad[1], Skipped) and "0xff at offset 1" in bad[1].reason
-    other = tmp_path / "y.jsonl"
-    other.write_text('{"text": "x"}\n')
-    with pytest.raises(UserError, match=r"y.jsonl: got lines=true, which is for .txt files"):
-        list(open_path(str(other)).records("train", TableConfig(lines=True)))
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])

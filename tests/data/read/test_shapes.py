@@ -311,7 +311,6 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
     ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
     ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no turn of the dial"),
-    ({"Prompt": "q", "CHOSEN": "x", "Rejected": "y"}, "write files,prompt=Prompt,chosen=CHOSEN,rejected=Rejected:PATH"),
     ({"message_tree_id": "a", "tree_state": "x", "prompt": {}}, "those of OpenAssistant's trees; write oasst1:PATH"),
     ({"message_tree_id": "a", "tree_state": "x", "role": "prompter", "text": "Hi"}, "trees; write oasst1:PATH"),
     ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),

@@ -66,11 +66,6 @@ def test_hh_rlhf(chosen: tuple[str, ...], rejected: tuple[str, ...], row: Row) -
     assert parsers.hh_rlhf({"chosen": transcript(*chosen), "rejected": transcript(*rejected)}, "f:1") == row
 
 
-def test_transcripts_of_the_red_team_are_another_schema() -> None:
-    with pytest.raises(UserError, match=r"f:1: transcript: red-team-attempts holds .*expected data_dir harmless-base"):
-        parsers.hh_rlhf({"transcript": transcript("A", "B"), "rating": 1.0}, "f:1")
-
-
 @pytest.mark.skipif(not HH.is_dir(), reason="real data is not here")
 def test_real_rows_of_hh_rlhf_are_all_pairs() -> None:
     result: list[Any] = list(build("data.sources", "hh_rlhf", str(HH)).rows("reward"))
@@ -218,8 +213,6 @@ def test_helpsteer_turns() -> None:
     assert parsers.helpsteer({**record, "prompt": "c#"}, "f:1", "helpfulness").prompt == say("c#")
     with pytest.raises(Unusable, match="prompt does not end in the user's turn"):
         parsers.helpsteer({**record, "prompt": "a\n<extra_id_1>Assistant\nb"}, "f:1", "helpfulness")
-    with pytest.raises(UserError, match=r"f:1: preference_strength: .*write helpsteer2_preference:PATH"):
-        parsers.helpsteer({"preference_strength": 1}, "f:1", "helpfulness")
 
 
 def test_helpsteer2_preference_takes_one_split(tmp_path: Path) -> None:
