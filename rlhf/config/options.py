@@ -24,8 +24,10 @@ def _on_a_file_system(path: str) -> str:
     return os.path.expanduser(path)
 
 
-def _without_none(trackers: tuple[str, ...]) -> tuple[str, ...]:
-    """No tracker for `none`, as transformers calls it."""
+def _wanted(trackers: tuple[str, ...]) -> tuple[str, ...]:
+    """No tracker for `none`, and no wandb with WANDB_DISABLED, as in transformers."""
+    if os.environ.get("WANDB_DISABLED", "").upper() in ("1", "ON", "YES", "TRUE"):
+        trackers = tuple(spec for spec in trackers if spec.partition(",")[0] != "wandb")
     return () if trackers == ("none",) else trackers
 
 
@@ -64,7 +66,7 @@ class RunOptions(Config):
     deterministic: bool = False
     """GPUs use torch's deterministic algorithms, so that a run, also a resumed one, repeats to the byte on the same
     machine; slower. A CPU does so without it"""
-    report_to: Annotated[tuple[str, ...], AfterValidator(_without_none)] = ()
+    report_to: Annotated[tuple[str, ...], AfterValidator(_wanted)] = ()
     """trackers in addition to metrics.jsonl: none, tensorboard, wandb, trackio, mlflow, swanlab, comet_ml, clearml,
     aim (wandb,project=NAME with its options), or a Python file of yours"""
     sample_rows: int = Field(4, ge=0)

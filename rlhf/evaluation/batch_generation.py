@@ -23,6 +23,7 @@ from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
 from rlhf.text.messages import unread
+from rlhf.text.rendered import prompt_of
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
 from rlhf.types import Prompts, Row
 
@@ -123,11 +124,19 @@ def encode_prompts(
     """
     compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
     tokenizer = common_tokenizer(model_paths, options.chat_template)
+    prompts = [(location, _with_turns(location, row, tokenizer)) for location, row in prompts]
     ids = _encode(prompts, tokenizer)
     for model_path in model_paths:
         _check_context(prompts, ids, model_path, options.response_length)
     repeated = [i for i in range(len(prompts)) for _ in range(samples)]
     return PromptSet(options, tokenizer, tuple(prompts[i][1] for i in repeated), tuple(ids[i] for i in repeated))
+
+
+def _with_turns(location: str, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+    try:
+        return prompt_of(tokenizer, row)
+    except UserError as error:
+        raise UserError(f"{location}: {error}") from None
 
 
 def common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:

@@ -68,6 +68,7 @@ def load_config(path: str) -> PreTrainedConfig:
         with explain_load_errors(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         _refuse_foreign_kernels(config, path)
+        _refuse_bitsandbytes(config, path)
     remove_randomness(config)
     return config
 
@@ -123,6 +124,18 @@ def _refuse_foreign_kernels(config: PreTrainedConfig, path: str) -> None:
             raise UserError(
                 f"model '{path}': its config.json requests code from the hub ({name} {value}); remove that key"
             )
+
+
+def _refuse_bitsandbytes(config: PreTrainedConfig, path: str) -> None:
+    """Raises: UserError if the config asks for weights of 4 or 8 bits by bitsandbytes."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and (
+        quantization.get("quant_method") == "bitsandbytes" or {"load_in_4bit", "load_in_8bit"} & {*quantization}
+    ):
+        raise UserError(
+            f"model '{path}': its config.json has a quantization_config of bitsandbytes; expected the model that it "
+            "was made from, with --quantize nf4 to train an adapter over 4 bits"
+        )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ text.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 
@@ -17,7 +17,7 @@ from rlhf.text.encoder import special_tokens
 from rlhf.text.rendering import MARK, render
 from rlhf.text.special import SpecialTokens
 from rlhf.text.templates import THOUGHT_TAG
-from rlhf.types import Message
+from rlhf.types import Message, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,26 @@ class Markers:
             for token in self.special.ids:
                 text = text.removesuffix(token)
         return text
+
+
+def prompt_of(tokenizer: PreTrainedTokenizerBase, row: Row) -> Row:
+    """The row of a prompt; of one that someone has rendered with the tokenizer's template, its messages.
+
+    Raises: UserError for a text with the template's markers that is no dialogue which ends with a user's turn.
+    """
+    markers = markers_of(tokenizer)
+    if markers is None or len(row.prompt) != 1 or row.variables or not markers.inside(row.prompt[0].content):
+        return row
+    text = row.prompt[0].content
+    turns = markers.dialogue(text)
+    if turns and turns[-1].role == "user":
+        return replace(row, prompt=turns)
+    if markers.begins(text):
+        raise UserError(
+            "got a prompt with the chat template's markers that is no dialogue up to a user's turn as the template "
+            "renders it, and the markers would be read as ordinary text; give its turns as a list of messages"
+        )
+    return row
 
 
 def _bare_start(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -66,6 +66,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UserError(f"{path}: no tokenizer can be loaded from it: {tokenizer_reason(path, error)}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"{path}: got a {type(tokenizer).__name__}, expected a tokenizer of one language model")
+    if tokenizer.vocab_size == 0:  # it would leave out all text without a word
+        raise UserError(f"{path}: the vocabulary of its tokenizer is empty; expected the tokenizer of a language model")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"{path}: the tokenizer has no EOS token, and a response must end in one; "

@@ -188,6 +188,15 @@ def test_kernels_of_strangers_are_refused(model_path: Path, key: str, value: Any
         load_config(str(model_path))
 
 
+@pytest.mark.parametrize("asked", [{"quant_method": "bitsandbytes"}, {"load_in_4bit": True}, {"load_in_8bit": True}])
+def test_a_config_that_asks_for_bitsandbytes_is_refused(model_path: Path, asked: dict[str, object]) -> None:
+    payloads.edit_json(model_path / "config.json", quantization_config=asked)
+    with pytest.raises(
+        UserError, match=r"quantization_config of bitsandbytes; expected the model that it was made from"
+    ):
+        load_config(str(model_path))
+
+
 @pytest.mark.parametrize("key", ["_attn_implementation_internal", "_experts_implementation_internal"])
 def test_a_kernel_under_another_name_is_not_asked_for(model_path: Path, key: str) -> None:
     payloads.edit_json(model_path / "config.json", **{key: "someone/kernel"})

@@ -3,8 +3,9 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
-from rlhf.text.rendered import markers_of
+from rlhf.text.rendered import markers_of, prompt_of
 from rlhf.text.templates import BUILT_IN
 from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.types import Message, Row
@@ -69,3 +70,19 @@ def test_a_text_with_markers_that_is_no_dialogue(text: str, begins: bool) -> Non
 
 def test_a_template_that_writes_nothing_between_turns_has_no_markers() -> None:
     assert markers_of(prepare_tokenizer(byte_tokenizer(), "plain")) is None
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_a_rendered_prompt_is_its_messages_or_refused(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    for turns in DIALOGUES:
+        dicts = [{"role": message.role, "content": message.content} for message in turns]
+        text = str(tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=turns[-1].role == "user"))
+        row = Row((Message("user", text),))
+        if turns[-1].role == "user":
+            assert prompt_of(tokenizer, row).prompt == turns
+        else:
+            with pytest.raises(UserError, match="no dialogue up to a user's turn"):
+                prompt_of(tokenizer, row)
+    plain = Row((Message("user", "What does <|im_start|>assistant mean?"),))
+    assert prompt_of(tokenizer, plain) is plain

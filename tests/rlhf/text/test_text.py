@@ -1,5 +1,6 @@
 """Tokenizers and templates, over small tokenizers: of words, of bytes, and of Llama 2's kind."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def test_mistaken_words(tmp_path: Path, text: str, message: str) -> None:
 def test_a_tokenizer_without_eos_says_how_to_cure_it(tmp_path: Path) -> None:
     byte_tokenizer(bos_token="<s>").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no EOS token.*eos_token.*tokenizer_config.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path: Path) -> None:
+    """Of a BPE it would leave out all text, without a word."""
+    byte_tokenizer(bos_token="<s>").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    values = json.loads(file.read_text())
+    empty = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    file.write_text(json.dumps(values | empty))
+    with pytest.raises(UserError, match="the vocabulary of its tokenizer is empty"):
         load_tokenizer(str(tmp_path))
 
 

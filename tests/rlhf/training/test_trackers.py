@@ -152,6 +152,14 @@ def test_none_is_no_tracker() -> None:
     assert RunOptions(report_to=("wandb",)).report_to == ("wandb",)
 
 
+@pytest.mark.parametrize(("value", "left"), [("true", ["aim"]), ("1", ["aim"]), ("false", ["wandb,project=x", "aim"])])
+def test_wandb_is_left_out_where_its_users_disable_it(
+    value: str, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLED", value)
+    assert RunOptions.model_validate({"report_to": ["wandb,project=x", "aim"]}).report_to == tuple(left)
+
+
 def test_options_reach_a_tracker_flat_and_without_secrets(stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "12345678-secret")
     configs: list[Any] = []
