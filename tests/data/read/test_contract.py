@@ -56,10 +56,8 @@ ROLES = "expected system, user, assistant, tool"
 HALF = "got half a surrogate pair at character"
 BROKEN = (
     ('yield {"prompt": "x"}', 'got {"prompt": "x"}, expected rlhf.types.Row'),
-    ("yield", "got null, expected rlhf.types.Row"),
     ("yield self", "got a value of type Mine, expected rlhf.types.Row"),
     ('yield Row("x", "w6")', 'prompt: got "x", expected a tuple of messages'),
-    ("yield Row(None)", "prompt: got null, expected a tuple of messages"),
     ('yield Row(({"role": "user"},))', 'prompt[0]: got {"role": "user"}, expected rlhf.types.Message'),
     ('yield Row((Message("user", None),))', "prompt[0].content: got null, expected text"),
     ('yield Row((Message("user", "x"), Message("cook", "y")))', f'prompt[1]: got the role "cook", {ROLES}'),
@@ -67,22 +65,19 @@ BROKEN = (
     ('yield Row((), "x", ["y"])', 'rejected: got ["y"], expected text'),
     ('yield Row((), "é\\ud800")', f"response: {HALF} 1, expected text"),
     (f"yield {ASK}, group=7)", "group: got 7, expected text"),
-    (f'yield {ASK}, group="\\ud800")', f"group: {HALF} 0, expected text"),
     (f'yield {ASK}, columns={{"margin": float("nan")}})', "columns: margin: got NaN, expected a number"),
     ("yield Skipped(3)", "reason: got 3, expected text"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("fingerprint", FINGERPRINTS, ids=["none", "nothing said", "message"])
 @pytest.mark.parametrize(("expression", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
 def test_a_value_that_is_not_a_row_is_refused(
-    expression: str, message: str, fingerprint: str, tokenizer: PreTrainedTokenizerBase
+    expression: str, message: str, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    write(expression, fingerprint)
-    for phase in PHASES:
-        with pytest.raises(UserError) as error:
-            opened(tokenizer, phase)
-        assert str(error.value) == f"mine.py: row 4 of rows('{phase}'): {message}"
+    write(expression)
+    with pytest.raises(UserError) as error:
+        opened(tokenizer, "sft")
+    assert str(error.value) == f"mine.py: row 4 of rows('sft'): {message}"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +85,6 @@ def test_a_value_that_is_not_a_row_is_refused(
     [
         ("rows = lambda self, phase: 5", "rows('sft') failed after 0 rows: TypeError: 'int' object is not iterable"),
         ("rows = []", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
-        ("pass", "build returned a value of type Mine, which has no function rows; expected rows(phase)"),
     ],
 )
 def test_an_object_that_is_not_a_source_is_refused(body: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -107,8 +101,6 @@ def test_an_object_that_is_not_a_source_is_refused(body: str, message: str, toke
     ("expression", "words"),
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
-        ("open('absent')", "FileNotFoundError: [Errno 2] No such file or directory: 'absent'"),
-        ("int('x')", "ValueError: invalid literal for int() with base 10: 'x'"),
         ("import sys; sys.exit(0)", "SystemExit: 0"),
     ],
 )

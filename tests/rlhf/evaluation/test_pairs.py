@@ -241,8 +241,6 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "three policies": (["--policies", "base", "even", "base"], ["--policies: got 3", "one or two"]),
     "a file of another kind": (["--output", "x.csv"], ["--output", "x.csv", ".jsonl"]),
     "no prompt": (["--prompts", "none.txt"], ["--prompts none.txt", "got no prompt"]),
-    "no result": (["--policies", "./no", "--reward", "match"], ["reward 'match': no row has a column 'answer'"]),
-    "no reward": (["--reward", "vadr"], ["no 'vadr'", "did you mean 'vader'"]),
     "all cut": (["--response-length", "1"], ["no pair is left", CUT, "raise --response-length,"]),
     "a tie without a judge": (["--reward", "null", "--tie", "1"], ["--reward SOURCE"]),
     "all ties": (["--tie", "1000"], ["no pair is left", "tie"]),
