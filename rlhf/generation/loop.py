@@ -20,8 +20,8 @@ from rlhf.generation._memory import Memory, Table
 from rlhf.maths import ops
 from rlhf.models import virtual_tokens
 from rlhf.models.ends import end_ids
+from rlhf.models.lm_head import restrict_head
 from rlhf.models.packing import States, model_inputs, packs
-from rlhf.models.policy import restrict_head
 from rlhf.models.traits import cache_input, has_argument, has_key_value_cache, reach
 from rlhf.types import Download, Prompts, SampledRollout, to_device, token_groups
 

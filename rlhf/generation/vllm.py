@@ -25,7 +25,7 @@ from rlhf.engine import export
 from rlhf.errors import UserError
 from rlhf.generation import BackendOptions, _vllm_private, loop
 from rlhf.models.ends import end_ids
-from rlhf.models.load import count_ids
+from rlhf.models.lm_head import count_ids
 from rlhf.models.policy import Policy
 from rlhf.types import Prompts, SampledRollout
 

@@ -1,7 +1,6 @@
 """Models from a directory, a hub id, or a YAML file that describes a new one."""
 
 import contextlib
-import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlhf import console, kernels
 from rlhf.config import Tree, read_yaml
 from rlhf.config.options import Quantize
 from rlhf.distributed import collectives
-from rlhf.distributed.zero3 import Shards, full_shape, gather_weights
+from rlhf.distributed.zero3 import Shards, gather_weights
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import (
@@ -29,7 +28,7 @@ from rlhf.hub.untrusted import (
     refuse_whole_numbers,
     with_file,
 )
-from rlhf.models import adapter_files, ends, new_rows, packing, quantized, virtual_tokens
+from rlhf.models import adapter_files, ends, lm_head, new_rows, packing, quantized, virtual_tokens
 from rlhf.models.traits import attention_options, class_of, has_attention, has_key_value_cache
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
@@ -45,8 +44,6 @@ REQUESTS = {
     "return_dict": True,
 }
 """entries of a config that change what a pass returns, as every pass here needs them"""
-SHOWN = "ids_with_probability"
-"""the attribute of a model with the number of ids that have one, set where it is not the size of the vocabulary"""
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -261,29 +258,15 @@ def load_causal_lm(path: str, dtype: torch.dtype, tokenizer_size: int, loading: 
     Raises: UserError for missing, unexpected or misshapen weights, or a weight that is not finite.
     """
     model = _load(AutoModelForCausalLM, path, dtype, tokenizer_size, loading)
-    head = model.get_output_embeddings()
-    if full_shape(head.weight)[0] > tokenizer_size:
-        capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-        last = model if capped else head  # Gemma 2 would make -30 of -inf
-        last.register_forward_hook(functools.partial(_hide_from, tokenizer_size))
-        setattr(model, SHOWN, tokenizer_size)
+    lm_head.hide_from(model, tokenizer_size)
+    if loading.shards is None:
+        lm_head.detect(model)
     for name in ends.ignored(model):
         console.say(
             f"note: model '{path}': {name} of its generation_config.json is not used: a response ends in the "
             "tokenizer's end token or one of eos_token_id there"
         )
     return model
-
-
-def _hide_from(size: int, last: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> object:
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    logits[..., size:] = -torch.inf
-    return output
-
-
-def count_ids(model: PreTrainedModel) -> int:
-    """How many ids of a causal language model can have a probability: those of the tokenizer it was loaded for."""
-    return int(getattr(model, SHOWN, model.config.get_text_config().vocab_size))
 
 
 def load_backbone(path: str, dtype: torch.dtype, tokenizer_size: int, loading: Loading = WHOLE) -> PreTrainedModel:

@@ -1,7 +1,5 @@
 """The policy: a causal language model that returns each token's log-probability. Only this module shifts logits."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,13 +8,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlhf.maths import ops
-from rlhf.models import packing, virtual_tokens
+from rlhf.models import lm_head, packing, virtual_tokens
 from rlhf.models.head import ScoreHead
+from rlhf.models.lm_head import Entropy
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import Sequences, to_device
 
-Entropy = Literal["none", "watched", "trained"]
-"""whether a pass also gives the entropies, and whether they have a gradient, which takes more memory"""
 Learns = Literal["all", "head"]
 """which weights a loss of the values trains: all, or the value head alone"""
 
@@ -63,23 +60,16 @@ class Policy(nn.Module):
         s, device = virtual_tokens.before(self.lm, sequences), self.lm.device
         on_mask = s.loss_mask.nonzero(as_tuple=True)  # of N tokens
         inputs = packing.model_inputs(self.lm, s.ids, s.mask)
-        with restrict_head(self.lm.get_output_embeddings(), to_device(inputs.states[on_mask] - 1, device)) as hidden:
-            output = self.lm(**inputs.inputs, use_cache=False)
-        states = States(hidden[0].flatten(0, 1), to_device(inputs.states, device))
-        logits, ids = output.logits[0], to_device(s.ids[on_mask], device)
+        before, ids = to_device(inputs.states[on_mask] - 1, device), to_device(s.ids[on_mask], device)
+        (logprobs, entropies), hidden = lm_head.predict(self.lm, inputs.inputs, before, ids, temperature, entropy)
         predicted = tuple(to_device(index, device) for index in on_mask)
 
         def placed(values: Tensor) -> Tensor:
             rows = torch.zeros(s.ids.shape, dtype=values.dtype, device=device).index_put(predicted, values)
             return rows[:, -sequences.ids.shape[1] :]
 
-        if entropy == "watched":
-            logprobs, entropies = ops.logprobs_and_entropy(logits, ids, temperature)
-            return TokenOutput(placed(logprobs), placed(entropies)), states
-        logprobs = ops.token_logprobs(logits, ids, temperature)
-        if entropy == "none":
-            return TokenOutput(placed(logprobs)), states
-        return TokenOutput(placed(logprobs), placed(ops.entropy(logits, temperature))), states
+        output = TokenOutput(placed(logprobs), None if entropies is None else placed(entropies))
+        return output, States(hidden.flatten(0, 1), to_device(inputs.states, device))
 
 
 class ActorCritic(Policy):
@@ -114,22 +104,3 @@ class ActorCritic(Policy):
 def generator(model: nn.Module) -> PreTrainedModel | None:
     """The language model in a policy, which generation calls directly; None = the model is no policy."""
     return model.lm if isinstance(model, Policy) else None
-
-
-@contextlib.contextmanager
-def restrict_head(head: nn.Module, states: Tensor) -> Iterator[list[Tensor]]:
-    """Inside, the head gets only N of the hidden states [B, S, d], at the indices `states` in B * S, as [1, N, d].
-
-    Yields a list to which each pass appends all hidden states.
-    """
-    hidden: list[Tensor] = []
-
-    def restrict(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        hidden.append(arguments[0])
-        return (arguments[0].flatten(0, 1)[states][None],)
-
-    hook = head.register_forward_pre_hook(restrict)
-    try:
-        yield hidden
-    finally:
-        hook.remove()

@@ -16,7 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
-from rlhf.models.policy import Entropy, Policy, TokenOutput
+from rlhf.models import lm_head
+from rlhf.models.lm_head import Entropy
+from rlhf.models.policy import Policy, TokenOutput
 from rlhf.models.scalar import ScalarModel
 from rlhf.types import JoinedPairs, Sequences, to_device
 
@@ -49,8 +51,10 @@ class SplitPolicy(Policy):
         columns = counts.any(0).nonzero().squeeze(1)  # [K] of the stretch; there may be none
         on_host = (columns, counts[:, columns], targets[:, columns])
         predicting, mask, ids = (to_device(x, device) for x in on_host)
-        output = self.lm(**stretch.inputs(sequences, device), logits_to_keep=predicting, use_cache=False)
-        logprobs = ops.token_logprobs(output.logits, ids, temperature)
+        inputs = stretch.inputs(sequences, device)
+        starts = torch.arange(len(ids), device=device)[:, None] * inputs["input_ids"].shape[1]
+        (logprobs, _), _ = lm_head.predict(self.lm, inputs, (starts + predicting).flatten(), ids.flatten(), temperature)
+        logprobs = logprobs.view_as(ids)
         own_logprobs = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
         own_logprobs = own_logprobs.index_copy(1, predicting, torch.where(mask, logprobs, 0.0))
         return TokenOutput(F.pad(stretch.gather(own_logprobs), (1, 0))[:, :length])

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlhf.maths import ops
-from rlhf.models.policy import Entropy
+from rlhf.models import lm_head
+from rlhf.models.lm_head import Entropy
 from rlhf.plan import sizes
 from rlhf.plan.sizes import Head, Setup
 
@@ -45,6 +46,8 @@ class PassShape:
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
     """whether the backward pass computes activations again"""
+    whole_logits: bool = False
+    """whether the logits of many tokens exist at once, too (under ZeRO-3)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +241,11 @@ def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:
     if head == "scalar":
         hidden = model["backbone"](input_ids=ids, use_cache=False).last_hidden_state
         return model["score"](hidden).squeeze(-1)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=shape.predicted).logits
-    predicted = ids[:, -shape.predicted :]
-    if shape.entropy == "watched":
-        return ops.logprobs_and_entropy(logits, predicted)[0]
-    logprobs = ops.token_logprobs(logits, predicted)
-    return logprobs + ops.entropy(logits) if shape.entropy == "trained" else logprobs
+    setattr(model, lm_head.SPLITS, not shape.whole_logits)
+    states = torch.arange(ids.numel()).view(ids.shape)[:, -shape.predicted :].flatten()
+    predicted = ids.flatten()[states]
+    (logprobs, entropies), _ = lm_head.predict(model, {"input_ids": ids}, states, predicted, entropy=shape.entropy)
+    return logprobs if entropies is None or shape.entropy == "watched" else logprobs + entropies
 
 
 def _checkpoint(model: nn.Module) -> None:

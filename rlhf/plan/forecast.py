@@ -242,7 +242,8 @@ def _activations(workload: Workload, spec: ModelSpec, layout: RankLayout) -> Act
     """Of a model's passes; those without gradients may have other rows, and leave an adapter out."""
     sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
     step_rows = workload.step_rows(layout.ranks)
-    shape = replace(workload.shape, rows=min(workload.micro_batch, step_rows) * sides, dtype=workload.dtype)
+    rows, sharded = min(workload.micro_batch, step_rows) * sides, spec.options.zero_stage == 3
+    shape = replace(workload.shape, rows=rows, dtype=workload.dtype, whole_logits=sharded)
     rows = (min(spec.inference_rows, step_rows) or _eval_rows(workload, layout.ranks)) * sides or shape.rows
     scored = shape if spec.trained and rows == shape.rows else replace(shape, rows=rows, entropy="none")
     peaks = Activations()

@@ -21,9 +21,9 @@ from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.adapter_files import base_of
+from rlhf.models.lm_head import count_ids
 from rlhf.models.load import (
     context_length,
-    count_ids,
     load_backbone,
     load_causal_lm,
     load_config,
