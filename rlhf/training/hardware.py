@@ -22,6 +22,16 @@ def describe(options: Config) -> Tree:
     return hardware
 
 
+def accelerator_note() -> str | None:
+    """A line for the user of an accelerator that is no NVIDIA GPU: what is used in its place, and why."""
+    if torch.cuda.is_available():
+        return None if torch.version.hip is None else "note: an AMD GPU is used as torch's cuda device; none was tried"
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator()
+    return f"note: the CPU is used, not the {kind} device: engine, kernels and memory plan know CUDA and ROCm GPUs only"
+
+
 def device_name() -> str:
     """`NVIDIA H200`, or of a CPU its model and the cores that this process may use."""
     device = collectives.local_device()

@@ -379,6 +379,8 @@ def open_run(
     directory = Path(options.output_dir) / stage
     with collectives.process_group(options.timeout_s), progress.locked_directory(directory, replace):
         random_sources.begin(options)
+        if (note := hardware.accelerator_note()) is not None:
+            console.say(note)
         run = Run(declaration, options, status, inputs)
         try:
             yield run
