@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf import plugins
-from rlhf.chain.options import chain_config
+from rlhf.chain.options import chain_config, read
 from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import Config, option_names, parser
@@ -85,6 +85,14 @@ def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
             parser.parse(CHAIN, ["--config", str(file)], "", "")
         cure = refusal(CHAIN, f"--{option}").partition("': ")[2].removesuffix("; see --help")
         assert str(refused.value) == f"{file}: no option '{key.replace('-', '_')}': {cure}"
+
+
+def test_the_config_of_a_chain_of_before_is_read(tmp_path: Path) -> None:
+    """What OUT/config.yaml of 2026-11-28 had and no option is now."""
+    before = {"device_tflops": None, "push_to_hub": None, "private": False}
+    ppo = {"kl_target": None, "abort_kl": None, "abort_kl_iterations": 3}
+    (tmp_path / "config.yaml").write_text(json.dumps(before | {"actor_model": "a", "ppo": ppo}))
+    assert read(["--config", str(tmp_path / "config.yaml")]).actor_model == "a"
 
 
 def test_a_file_of_before_may_have_the_default_of_what_is_gone(tmp_path: Path) -> None:
