@@ -9,14 +9,14 @@ from rlhf.evaluation.programs import read_options, require_prompts, run_on_proce
 
 
 def check_required(options: PairsConfig) -> None:
-    """Raises: UserError if an option without a default is missing, or two options contradict each other."""
+    """Raises: UserError if an option without a default is missing, or has a value that cannot be used."""
     if len(options.policies) not in (1, 2):
         raise UserError(f"--policies: got {len(options.policies)}, expected one or two")
     require_prompts(options)
     if options.output is None or not options.output.endswith(".jsonl"):
         raise UserError(f"--output: got {options.output}, expected a .jsonl file")
     if options.reward is None and (options.tie or options.margin):
-        raise UserError("--tie and --margin compare scores, but there is no score source; add --reward SOURCE")
+        console.say("note: --tie and --margin have no effect without --reward SOURCE, whose scores they compare")
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf pairs") -> int:

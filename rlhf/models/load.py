@@ -101,7 +101,6 @@ def set_dropout(model: nn.Module, share: float, path: str) -> None:
     """Drop `share` of the activations in train mode, wherever the architecture has a dropout; the config keeps 0.
 
     Whole layers are never dropped: under ZeRO-3 all ranks must run the same ones.
-    Raises: UserError if the architecture of the model at `path` has no dropout.
     """
     changed = 0
     for module in model.modules():
@@ -110,7 +109,7 @@ def set_dropout(model: nn.Module, share: float, path: str) -> None:
             setattr(module, name, share)
             changed += 1
     if not changed:
-        raise UserError(f"--dropout {share:g}: the architecture of model '{path}' has no dropout; remove the option")
+        console.say(f"note: --dropout {share:g} has no effect: the architecture of model '{path}' has no dropout")
 
 
 def _refuse_foreign_kernels(config: PreTrainedConfig, path: str) -> None:

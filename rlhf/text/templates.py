@@ -16,9 +16,6 @@ import jinja2.sandbox
 from rlhf.config import suggest
 from rlhf.errors import UserError
 
-MAX_TEMPLATE = 100_000
-"""characters; a longer template is refused"""
-
 THOUGHT_TAG = "think>"
 THOUGHT_END = "</think>"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -155,14 +152,14 @@ def find_template(name: str, tokenizer_template: object) -> str:
     """The text of a template. name: 'auto', a name in BUILT_IN ('-' may replace '_'), or a Jinja file.
 
     tokenizer_template: the tokenizer's chat_template, which 'auto' selects; without one it selects human_assistant
-    Raises: UserError for an unknown name, or a template that is too long.
+    Raises: UserError for an unknown name, or a file that is not in UTF-8.
     """
     if name == "auto":
         if isinstance(tokenizer_template, dict):
             tokenizer_template = tokenizer_template.get("default")
         if not tokenizer_template:
             return BUILT_IN["human_assistant"]
-        return _refuse_long(str(tokenizer_template), "--chat-template auto")
+        return str(tokenizer_template)
     built_in_name = name.replace("-", "_")
     if built_in_name in BUILT_IN:
         return BUILT_IN[built_in_name]
@@ -170,16 +167,10 @@ def find_template(name: str, tokenizer_template: object) -> str:
         known = ["auto", *BUILT_IN]
         raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
     try:
-        return _refuse_long(Path(name).read_text(encoding="utf-8-sig"), name)
+        return Path(name).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         got = f"byte 0x{error.object[error.start]:02x}"
         raise UserError(f"{name}: got {got}, expected a chat template in UTF-8") from None
-
-
-def _refuse_long(text: str, source: str) -> str:
-    if len(text) > MAX_TEMPLATE:
-        raise UserError(f"{source}: got {len(text)} characters, expected a chat template of at most {MAX_TEMPLATE}")
-    return text
 
 
 def template_name(text: str) -> str | None:

@@ -83,11 +83,6 @@ def test_a_backend_of_its_required_members_alone_samples(tmp_path: Path) -> None
     assert generation.options(path, **ENDS).device_share() == 0.0
 
 
-def test_an_option_that_the_stage_sets_is_refused() -> None:
-    with pytest.raises(UserError, match="'loop,pad_token_id=3': got pad_token_id, which the stage sets itself"):
-        generation.open_backend("loop,pad_token_id=3", **ENDS)
-
-
 @pytest.mark.parametrize("critic", [False, True])
 def test_an_algorithm_of_what_the_readme_says_trains(critic: bool, tmp_path: Path) -> None:
     """A credit and a policy loss, and a critic where it has a value loss; nothing else."""

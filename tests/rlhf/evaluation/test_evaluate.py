@@ -315,12 +315,7 @@ def test_a_stage_directory_names_its_policy(run: Run, world: Path, options: list
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "one policy": (["--policies", "base"], ["--policies: got 1", "two or more"]),
     "no policy there": (["--policies", "base", "./no"], ["./no", "no such directory"]),
-    "one sample": (["--samples", "1"], ["--samples", "greater than or equal to 2"]),
-    "greedy": (["--temperature", "0"], ["--temperature", "greater than 0"]),
-    "no prompts there": (["--prompts", "no.jsonl"], ["--prompts no.jsonl", "cannot be read"]),
-    "prompts of another kind": (["--prompts", "p.csv"], ["--prompts p.csv", ".jsonl"]),
     "one prompt": (["--prompts", "one.txt"], ["--prompts one.txt", "got 1 prompts"]),
     "a prompt too long": (["--prompts", "long.txt"], ["long.txt:2", "61 tokens", "--response-length 10", "64"]),
     "no result": (["--policies", "base", "./no", "--select-by", "match"], ["'match': no row has a column 'answer'"]),
@@ -346,11 +341,6 @@ def test_a_mistake_is_one_line_and_code_2(name: str, run: Run, world: Path, monk
     assert (code, printed) == (2, ""), error
     assert error.startswith("error: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
-
-
-def test_a_missing_option_is_named(run: Run) -> None:
-    code, _, error = run("--policies", "a", "b")
-    assert code == 2 and error.startswith("error: --prompts: not given")
 
 
 def test_overwriting_on_request(run: Run, world: Path, options: list[str], tmp_path: Path) -> None:

@@ -237,12 +237,8 @@ def test_prompts_are_written_unchanged(run: Run, options: Options, world: Path, 
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "no policy": (["--policies"], ["--policies"]),
-    "three policies": (["--policies", "base", "even", "base"], ["--policies: got 3", "one or two"]),
-    "a file of another kind": (["--output", "x.csv"], ["--output", "x.csv", ".jsonl"]),
     "no prompt": (["--prompts", "none.txt"], ["--prompts none.txt", "got no prompt"]),
     "all cut": (["--response-length", "1"], ["no pair is left", CUT, "raise --response-length,"]),
-    "a tie without a judge": (["--reward", "null", "--tie", "1"], ["--reward SOURCE"]),
     "all ties": (["--tie", "1000"], ["no pair is left", "tie"]),
 }
 

@@ -84,28 +84,6 @@ def test_how_a_weight_is_written(spec: str, expected: tuple[float, str]) -> None
     assert plugins.split_weight(spec) == expected
 
 
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (["half*vader"], "reward 'half*vader': got the weight 'half', expected a number, as in 0.7*learned"),
-        (["*vader"], "got the weight '', expected a number"),
-        (["nan*vader"], "got the weight 'nan', expected a number"),
-        (["inf*vader"], "got the weight 'inf', expected a number"),
-        (["0.5*"], "got nothing after the weight"),
-        (["repetition", "0.5*lenght"], "no 'lenght' in rlhf.rewards; have classifier, learned, length, match"),
-        (["2*3*vader"], "no '3*vader' in rlhf.rewards"),
-        (["0.5*me/rm"], "reward 'me/rm': got a path, expected a score source: learned,model=me/rm for"),
-        ([], r"got [], expected at least one source"),
-        (["0*vader"], "expected at least one source whose weight is not 0"),
-        (["0.5*length,target=1,penalti=2"], "no option 'penalti' (did you mean 'penalty'?)"),
-    ],
-)
-def test_mistakes_are_one_line(specs: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught:
-        open_sources(specs, context(tmp_path))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_what_is_not_finite_is_passed_on(mine: str, tmp_path: Path) -> None:
     """Step 3 leaves such an iteration out, on every rank; a source that counts for nothing does not matter."""
     bad, _ = open_sources(["repetition", f"{mine}:bad"], context(tmp_path))(samples(rollout()))

@@ -7,7 +7,7 @@ from transformers import AddedToken, AutoTokenizer, LlamaConfig, PreTrainedToken
 
 from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
-from rlhf.text.templates import BUILT_IN, MAX_TEMPLATE, find_template, template_name
+from rlhf.text.templates import BUILT_IN, find_template, template_name
 from rlhf.text.tokenizer import describe_template, prepare_tokenizer
 from rlhf.training.checks import check_start
 from rlhf.types import Message, Row
@@ -115,8 +115,6 @@ def test_templates_by_name_and_by_file(tmp_path: Path) -> None:
     tokenizer.chat_template = "own{{ messages[0]['content'] }}"
     assert prepare_tokenizer(tokenizer, "auto").chat_template == tokenizer.chat_template
     assert Template(prepared(tmp_path, "{{ messages[0]['content'] }}!")).prompt_text(user("x")) == "x!"
-    with pytest.raises(UserError, match=r"no chat template 'chatmel'; have auto, plain.*did you mean 'chatml'"):
-        prepare_tokenizer(tokenizer, "chatmel")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -146,7 +144,6 @@ SAYS = "{% for m in messages %}\n{{ m['content'] }}\n{% endfor %}\n"
         (SAYS + "{{ messages.what.now }}", r"mine\.jinja: .*, line 4,.*no attribute 'what'"),
         (SAYS + "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", r"mine\.jinja: .*, line 4,.*recursion"),
         ("{{ bos_token }}<s>" + SAYS, r"mine\.jinja: .*BOS token <s> twice"),
-        ("x" * (MAX_TEMPLATE + 1), rf"mine\.jinja: got {MAX_TEMPLATE + 1} characters"),
     ],
 )
 def test_bad_template_files(tmp_path: Path, source: str, message: str) -> None:
