@@ -4,11 +4,11 @@ Every value of the file is used or refused. "auto" leaves a value to this projec
 counts as absent.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rlhf.config.plain_values import from_json
 from rlhf.config.record import Config, Tree
 from rlhf.errors import UserError
 
@@ -119,7 +119,7 @@ def _plain_words(words: list[str]) -> Iterator[str]:
 def read(path: str | Path) -> Tree:
     """The values of a DeepSpeed JSON by dotted key, without "auto" and sections that are off. Raises: UserError."""
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        tree = from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--deepspeed-config {path}: cannot be read ({error.strerror}); expected a JSON file") from None
     except ValueError as error:

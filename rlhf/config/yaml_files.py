@@ -38,7 +38,9 @@ class _Loader(plain_values.PlainLoader):
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> object:
     """A chain reads each of its files several times, and PyYAML's parser is in Python."""
-    return yaml.load(text, _Loader) or {}
+    value = yaml.load(text, _Loader)
+    plain_values.require_small(value)
+    return value or {}
 
 
 def read_yaml(path: str | Path) -> Tree:

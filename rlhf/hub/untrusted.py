@@ -1,6 +1,5 @@
 """Untrusted model directories: what is refused before it is loaded, and which file causes a loading error."""
 
-import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from rlhf.config import Tree
+from rlhf.config.plain_values import from_json
 from rlhf.errors import UserError
 
 LOAD_ERRORS = (
@@ -124,7 +124,7 @@ def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, Tr
         if not path.is_file():
             continue
         try:
-            mappings[name] = json.loads(path.read_text(encoding="utf-8"))
+            mappings[name] = from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:100]
             raise UserError(f"{what}: cannot be loaded: {name} is not a valid JSON file ({reason})") from None

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config import Tree
+from rlhf.config.plain_values import from_json
 from rlhf.errors import UserError
 from rlhf.text.rendering import MARK, Unrenderable, render
 from rlhf.text.templates import RESERVED, THOUGHT_KEYS, thought_form, words_of
@@ -142,7 +143,7 @@ def read_json(value: object, location: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return from_json(value)
     except ValueError:
         raise UserError(f"{location}: got {short_json(value)}, expected JSON") from None
 
