@@ -4,6 +4,7 @@ Every value of the file is used or refused. "auto" leaves a value to this projec
 counts as absent.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
