@@ -326,8 +326,6 @@ def _manifest(folder: Path) -> tuple[Tree, str]:
     manifest, fault = manifests.parse(path)
     if fault:
         return {}, f"{path}: {fault}"
-    if not isinstance(manifest.get("logs"), dict):
-        return {}, f"{path}: it has no valid logs"
     for name in (*manifest["logs"], *manifest["files"]):
         if Path(name).name != name:
             return {}, f"{path} names the file {name!r}"

@@ -14,7 +14,7 @@ from tests.faults import harness
 from tests.support.processes import alive, until
 
 pytestmark = pytest.mark.faults
-TERMINATED, INTERRUPTED, REQUEUE = 143, 130, 75
+TERMINATED, INTERRUPTED = 143, 130
 
 
 def require_saved(ended: harness.Ended, step: int, code: int, name: str) -> None:
@@ -23,30 +23,6 @@ def require_saved(ended: harness.Ended, step: int, code: int, name: str) -> None
     done = harness.last_step(ended.out, step)
     assert harness.saved_steps(ended.out, step)[-1] == done
     assert name in ended.last_line and f"after step {done}" in ended.last_line
-
-
-@pytest.mark.parametrize(
-    ("step", "processes", "fault", "done", "code"),
-    [
-        (1, 2, "step:1:3:parent-sigterm", 3, TERMINATED),
-        (2, 1, "step:0:3:parent-sigterm", 3, TERMINATED),
-        (3, 1, "generate:0:3:parent-sigterm", 2, TERMINATED),  # the first is the look before training
-        (3, 2, "step:0:7:parent-sigterm", 2, TERMINATED),
-        (1, 1, "write:0:5:parent-sigterm", 5, TERMINATED),  # heard after the checkpoint of step 4
-        (1, 2, "step:1:3:sigterm", 3, TERMINATED),
-        (1, 1, "step:0:3:parent-sigusr1", 3, REQUEUE),
-    ],
-    ids=["sft", "reward", "rollout", "update", "saving", "one rank", "USR1"],
-)
-def test_a_signal_to_the_launcher_or_one_rank(
-    step: int, processes: int, fault: str, done: int, code: int, whole: harness.Whole, tmp_path: Path
-) -> None:
-    out = harness.after_stages(whole(processes, step), tmp_path / "out", step)
-    ended = harness.run(out, harness.chain(out, "--steps", str(step), processes=processes), fault)
-    require_saved(ended, step, code, "SIGTERM" if code == TERMINATED else "SIGUSR1")
-    assert harness.last_step(out, step) == done
-    harness.run(out, harness.printed_command(ended)).require(0, f"resumes after step {done}")
-    harness.assert_same(out, whole(processes, step), step)
 
 
 def test_sigterm_in_the_middle_of_generation_waits_for_the_iteration(
@@ -88,15 +64,6 @@ def test_ctrl_c_once_is_a_signal_as_any(whole: harness.Whole, tmp_path: Path) ->
         ended = run.wait()
     require_saved(ended, 1, INTERRUPTED, "SIGINT")
     harness.run(out, harness.printed_command(ended)).require(0, "resumes after step 3")
-    harness.assert_same(out, whole(1, 1), 1)
-
-
-def test_a_save_slower_than_the_grace_is_waited_for(whole: harness.Whole, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = harness.chain(out, "--steps", "1", "--grace-s", "5")
-    ended = harness.run(out, command, "write:0:5:parent-sigterm,write:0:6:sleep:12")
-    require_saved(ended, 1, TERMINATED, "SIGTERM")
-    harness.run(out, command).require(0, "resumes after step")
     harness.assert_same(out, whole(1, 1), 1)
 
 

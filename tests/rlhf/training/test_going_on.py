@@ -1,19 +1,24 @@
-"""A stage, whatever is switched on, that died after any step goes on to the bytes of one that did not."""
+"""A stage, whatever is switched on, that died at any step goes on to the bytes of one that did not."""
 
 import contextlib
 import itertools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from data.sources import demo
 from rlhf.storage import manifests
 from step3_ppo.schedule import Schedule
 from tests.support import killing, tensorboard_events
 from tests.support.killing import dying, left, ppo_options, require_same, reward_options, run, sft_options, undisturbed
 
 pytestmark = pytest.mark.usefixtures("here")
+Left = dict[str, Any]
+"""what a run leaves, by file"""
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +31,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"actor_model": str(folder / "out/step1_sft"), "reward_model": str(folder / "out/step2_reward")}
 
 
-# --- step 3 with everything that has a state
+# --- what runs have a state, and when they die
 
 
-DEMONSTRATIONS = [{"prompt": f"tell me about {i}", "response": f"the {i} is kind"} for i in range(20)]
+WORDS = sorted(demo.words())[:20]  # of others the demo's tokenizer makes one token, and all rows would be the same
+DEMONSTRATIONS = [{"prompt": f"tell me about {word}", "response": f"the {word} is kind"} for word in WORDS]
 EVERYTHING: dict[str, Any] = {
     "total_episodes": 40,  # 5 iterations
     "num_mini_batches": 2,
@@ -48,62 +54,110 @@ def score(prompts, responses):
 """a score that is drawn, from every generator that a user may take"""
 
 
-@pytest.fixture(scope="module")
-def everything(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Any]]:
-    """Options, and what the undisturbed run leaves."""
-    folder = tmp_path_factory.mktemp("everything")
+STILL: dict[str, Any] = {
+    **{"learning_rate": 0.0, "eval_every": 1, "keep_best": "eval_score", "patience": 1, "num_ppo_epochs": 1}
+}
+"""nothing is learned, so that the second evaluation is no better than the first, and patience ends the run"""
+WATCHED: dict[str, Any] = {
+    **{"eval_every": "2epochs", "patience": 2, "dropout": 0.3, "export_every": 1},
+    **{"num_train_epochs": 24, "max_train_rows": 8, "learning_rate": 0.03},
+}
+"""Eight rows, again and again: the best model is not the last, and patience ends the run."""
+
+
+def with_everything(models: dict[str, str], folder: Path) -> Any:
     own = folder / "own.jsonl"
     own.write_text("".join(json.dumps(row) + "\n" for row in DEMONSTRATIONS), encoding="utf-8")
     (folder / "noise.py").write_text(NOISE, encoding="utf-8")
     reward = ("learned", f"0.1*{folder}/noise.py:score")
-    options = ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)], reward=reward)
-    return options, undisturbed(folder / "whole", options)
+    return ppo_options(**models, **EVERYTHING, ptx_data_path=[str(own)], reward=reward)
 
 
-def test_everything_leaves_what_it_has(everything: tuple[Any, dict[str, Any]]) -> None:
-    """Else the tests below would compare nothing."""
-    _, whole = everything
+def step_3(**changes: Any) -> Callable[[dict[str, str], Path], Any]:
+    return lambda models, _: ppo_options(**models, **changes)
+
+
+def has_everything(whole: Left) -> None:
     weights = {str(Path(name).parent) for name in whole if name.endswith("model.safetensors")}
     assert weights == {"actor", "critic", "best", "ema"}
     assert {"samples.jsonl", "rollouts-0.jsonl", "metrics.jsonl", "state.json", "manifest.json"} <= set(whole)
-    rows = [row for row in whole["metrics.jsonl"] if row["kind"] == "train"]
-    assert len(rows) == 5 and len({row["kl_coef"] for row in rows}) > 2
+    assert len(trained(whole)) == 5 and len({row["kl_coef"] for row in trained(whole)}) > 2
     assert len(whole["rollouts-0.jsonl"].splitlines()) == 40 and len(whole["samples.jsonl"].splitlines()) == 20
     assert whole["actor/model.safetensors"] != whole["ema/model.safetensors"]
+    assert all(row["ptx_nll"] > 0 for row in trained(whole)[1:])
 
 
-def test_step_3_goes_on_to_the_same_bytes(
-    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+def trained(whole: Left) -> list[dict[str, Any]]:
+    return [row for row in whole["metrics.jsonl"] if row["kind"] == "train"]
+
+
+def best_step(whole: Left) -> int:
+    return int(whole["manifest.json"]["metrics"]["eval_best_step"])
+
+
+def has_a_best_model_that_is_not_the_last(whole: Left) -> None:
+    metrics, name = whole["manifest.json"]["metrics"], whole["manifest.json"]["config"]["keep_best"]
+    rows = [row for row in whole["metrics.jsonl"] if row["kind"] == "eval" and "eval_best_step" not in row]
+    values = {row["step"]: row[name] for row in rows if row["step"]}
+    best = min(values, key=values.__getitem__)
+    assert best_step(whole) == best < max(values)
+    assert metrics[name] == pytest.approx(values[best], rel=1e-5)  # six digits in the file
+    assert whole["model/model.safetensors"] == whole[f"exports/step-{best:08d}/model.safetensors"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that dies: what it has, so that something is compared, and after which steps (0: before its manifest)."""
+
+    options: Callable[[dict[str, str], Path], Any]
+    has: Callable[[Left], object] = trained
+    dies: Callable[[Left], tuple[int, ...]] = lambda _: (3,)
+
+
+RUNS = {
+    "step 1": Case(
+        lambda *_: sft_options(**WATCHED, keep_best="eval_perplexity"),
+        has_a_best_model_that_is_not_the_last,
+        lambda whole: (best_step(whole) + 1,),
+    ),
+    "step 2": Case(
+        lambda *_: reward_options(**WATCHED, keep_best="eval_loss"),
+        has_a_best_model_that_is_not_the_last,
+        lambda whole: (best_step(whole) + 1,),
+    ),
+    "everything": Case(with_everything, has_everything, lambda _: (4,)),
+    "everything, often": Case(with_everything, has_everything, lambda _: (1, 2, 3, 4, 5, 0)),
+    "best of n": Case(step_3(algorithm="best_of_n", num_generations=4), lambda whole: whole["chosen.jsonl"]),
+    "adapter": Case(step_3(adapter="lora,r=4", ema_decay=0.5, zero_stage=2)),
+    "shared critic": Case(step_3(critic_model="shared", critic_warmup_iterations=1, ema_decay=0.5, zero_stage=2)),
+    "grpo": Case(step_3(algorithm="grpo", num_generations=4, zero_stage=0)),
+    "patience": Case(step_3(**STILL), lambda whole: len(trained(whole)) == 2, lambda _: (0,)),
+}
+RARE = ("everything, often", "grpo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.faults if n in RARE else ()) for n in RUNS])
+def test_a_run_that_died_goes_on_to_the_same_bytes(
+    name: str, models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its tracker has got every step once, with the samples."""
-    options, whole = everything
-    dying(monkeypatch, lambda: run(options), "train", 4)
-    stage = Path("out/step3_ppo")
-    assert killing.steps_of(stage) == [2, 3]
-    assert len((stage / "rollouts-0.jsonl").read_text(encoding="utf-8").splitlines()) == 32  # lines to be taken back
+    """At the expense of its last checkpoint; its trackers get each step once."""
+    case = RUNS[name]
+    options = case.options(models, here)
+    whole = undisturbed(here / "whole", options)
+    assert case.has(whole) is not False
+    for step in case.dies(whole):
+        dying(monkeypatch, lambda: run(options), "train" if step else "end", step)
+        [stage] = Path("out").iterdir()
+        assert not step or killing.steps_of(stage)[-1:] == [step - 1][: step - 1]
     run(options)
-    shown = tensorboard_events.shown(stage / "tensorboard")
-    rows = [row for row in whole["metrics.jsonl"] if row["kind"] == "train"]
-    numbers = [(row["step"], pytest.approx(row["kl_coef"], rel=1e-5)) for row in rows]  # six digits in the file
-    assert shown["train/kl_coef"] == numbers
-    assert [step for step, _ in shown["eval/eval_score"]] == [0, 1, 2, 3, 4, 5]
-    assert [step for step, _ in shown["samples"]] == [1, 2, 3, 4, 5]
     require_same(left(stage), whole)
     assert not (stage / "checkpoints").exists()
-
-
-@pytest.mark.faults
-def test_step_3_goes_on_from_every_iteration(
-    everything: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process dies after each iteration in turn, at its checkpoint's expense, and in the end."""
-    options, whole = everything
-    for step in range(1, 6):
-        dying(monkeypatch, lambda: run(options), "train", step)
-        assert killing.steps_of(Path("out/step3_ppo"))[-1:] == [step - 1][: step - 1]
-    dying(monkeypatch, lambda: run(options), "end", 0)
-    run(options)
-    require_same(left(Path("out/step3_ppo")), whole)
+    if "tensorboard" in (options.report_to or ()):
+        shown = tensorboard_events.shown(stage / "tensorboard")
+        numbers = [(row["step"], pytest.approx(row["kl_coef"], rel=1e-5)) for row in trained(whole)]  # six digits
+        assert shown["train/kl_coef"] == numbers
+        assert [step for step, _ in shown["eval/eval_score"]] == [0, 1, 2, 3, 4, 5]
+        assert [step for step, _ in shown["samples"]] == [1, 2, 3, 4, 5]
 
 
 def test_the_best_policy_is_that_of_the_checkpoint(
@@ -135,68 +189,6 @@ def test_a_best_policy_without_its_weights_is_none(
     run(options)
     assert "has no best, which starts from its initial state" in capsys.readouterr().out
     assert not Path("out/step3_ppo/best").exists()
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "best_of_n": {"algorithm": "best_of_n", "num_generations": 4},
-    "adapter": {"adapter": "lora,r=4", "ema_decay": 0.5, "zero_stage": 2},
-    "shared": {"critic_model": "shared", "critic_warmup_iterations": 1, "ema_decay": 0.5, "zero_stage": 2},
-    "grpo": {"algorithm": "grpo", "num_generations": 4, "zero_stage": 0},
-}
-
-
-@pytest.mark.parametrize("kind", ["best_of_n", "adapter", "shared", pytest.param("grpo", marks=pytest.mark.faults)])
-def test_other_runs_of_step_3_go_on(
-    kind: str, models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ppo_options(**models, **OTHERS[kind])
-    whole = undisturbed(here / "whole", options)
-    assert ("chosen.jsonl" in whole) == (kind == "best_of_n")
-    dying(monkeypatch, lambda: run(options), "train", 3)
-    run(options)
-    require_same(left(Path("out/step3_ppo")), whole)
-
-
-def test_a_run_that_patience_ended_stays_ended(
-    models: dict[str, str], here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is learned, so that the second look is no better than the first."""
-    still = {"learning_rate": 0.0, "eval_every": 1, "keep_best": "eval_score", "patience": 1, "num_ppo_epochs": 1}
-    options = ppo_options(**models, **still)
-    whole = undisturbed(here / "whole", options)
-    assert [row["kind"] for row in whole["metrics.jsonl"]].count("train") == 2
-    dying(monkeypatch, lambda: run(options), "end", 0)
-    run(options)
-    require_same(left(Path("out/step3_ppo")), whole)
-
-
-WATCHED: dict[str, Any] = {
-    **{"eval_every": "2epochs", "patience": 2, "dropout": 0.3, "export_every": 1},
-    **{"num_train_epochs": 24, "max_train_rows": 8, "learning_rate": 0.03},
-}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [sft_options(**WATCHED, keep_best="eval_perplexity"), reward_options(**WATCHED, keep_best="eval_loss")],
-    ids=["step 1", "step 2"],
-)
-def test_steps_1_and_2_go_on_with_dropout_to_their_best_model(
-    options: Any, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight rows, again and again: the best model is not the last, and patience ends the run."""
-    whole = undisturbed(here / "whole", options)
-    rows = whole["metrics.jsonl"]
-    evaluations = [row for row in rows if row["kind"] == "eval" and "eval_best_step" not in row and row["step"]]
-    metrics, name = whole["manifest.json"]["metrics"], options.keep_best
-    values = {row["step"]: row[name] for row in evaluations}
-    best = min(values, key=values.__getitem__)
-    assert metrics["eval_best_step"] == best < max(values)
-    assert metrics[name] == pytest.approx(values[best], rel=1e-5)  # six digits in the file
-    assert whole["model/model.safetensors"] == whole[f"exports/step-{best:08d}/model.safetensors"]
-    dying(monkeypatch, lambda: run(options), "train", best + 1)
-    run(options)
-    require_same(left(next(Path("out").iterdir())), whole)
 
 
 def test_without_an_evaluation_the_last_model_is_exported(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,20 +20,21 @@ from tests.support.engine_runs import ROUNDING
 pytestmark = pytest.mark.usefixtures("ranks")
 
 
-KINDS = {
-    f"zero {stage}, {dtype}{', offloaded' if offload else ''}": {
-        "zero_stage": stage,
-        "dtype": dtype,
-        "offload_optimizer": offload,
-    }
-    for offload, stage, dtype in (
-        *((False, stage, "bf16") for stage in engine_runs.ALONE),
-        *((True, stage, dtype) for stage, dtype in ((1, "bf16"), (2, "fp32"), (3, "bf16"))),
-    )
+ALONE = engine_runs.ALONE
+Case = tuple[dict[str, Any], str | None]
+CASES: dict[str, Case] = {
+    **{f"zero {stage}, bf16": ({"zero_stage": stage, "dtype": "bf16"}, None) for stage in ALONE},
+    **{
+        f"zero {stage}, {dtype}, offloaded": ({"zero_stage": stage, "dtype": dtype, "offload_optimizer": True}, None)
+        for stage, dtype in ((1, "bf16"), (2, "fp32"), (3, "bf16"))
+    },
+    **{f"zero {stage}, lora": ({"zero_stage": stage}, "lora,r=4") for stage in ALONE},
+    "muon": ({"optim": "muon", "dtype": "fp32"}, None),
+    "adamw_8bit": ({"optim": "adamw_8bit", "dtype": "bf16"}, None),
 }
-"""in fp32, not offloaded: test_more_ranks_and_fewer_go_on"""
+"""options and adapter; in fp32, not offloaded: test_more_ranks_and_fewer_go_on"""
+WITH_TOWER = [(optim, dtype) for dtype in ("fp32", "bf16") for optim in ("adamw", "muon")]
 NEEDS_PACKAGE = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-OPTIMIZERS = [("muon", "fp32"), pytest.param("adamw_8bit", "bf16", marks=NEEDS_PACKAGE)]
 
 
 def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -43,24 +44,12 @@ def require_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert all(torch.equal(value, other[part][name]) for name, value in one[part].items()), part
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_with_dropout_it_goes_on_to_the_bit(options: dict[str, Any], tmp_path: Path) -> None:
-    require_same(resuming.save_half(tmp_path, options), resuming.go_on(tmp_path, options))
-
-
-@pytest.mark.parametrize(("optim", "dtype"), OPTIMIZERS)
-def test_with_another_optimizer_it_goes_on_to_the_bit(optim: str, dtype: str, tmp_path: Path) -> None:
-    options = {"optim": optim, "dtype": dtype}
-    require_same(resuming.save_half(tmp_path, options), resuming.go_on(tmp_path, options))
-
-
-@pytest.mark.parametrize("stage", engine_runs.ALONE)
-def test_an_adapter_goes_on_to_the_bit(stage: int, tmp_path: Path) -> None:
-    adapter = "lora,r=4"
-    options = {"zero_stage": stage}
-    require_same(resuming.save_half(tmp_path, options, adapter), resuming.go_on(tmp_path, options, adapter))
-    names = {name for name, _ in checkpoints.newest(tmp_path)._tensors("policy")}  # type: ignore[union-attr]
-    assert names and all("lora" in name for name in names)  # not the weights that do not learn
+@pytest.mark.parametrize("name", [pytest.param(n, marks=NEEDS_PACKAGE if "8bit" in n else ()) for n in CASES])
+def test_it_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    """With dropout. A checkpoint has the weights that learn alone."""
+    require_same(resuming.save_half(tmp_path, *CASES[name]), resuming.go_on(tmp_path, *CASES[name]))
+    names = {tensor for tensor, _ in checkpoints.newest(tmp_path)._tensors("policy")}  # type: ignore[union-attr]
+    assert names and all(("lora" in tensor) == name.endswith("lora") for tensor in names)
 
 
 def test_what_is_drawn_apart_is_no_part_of_the_run() -> None:
@@ -113,10 +102,9 @@ def test_an_engine_that_has_not_stepped_goes_on(tmp_path: Path) -> None:
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
-@pytest.mark.parametrize("optim", ["adamw", "muon"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("optim", "dtype"), WITH_TOWER)
 def test_weights_without_a_gradient_go_on(
-    dtype: str, optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    optim: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those of Gemma 3's vision tower, in a run on text. The run is saved again after it went on."""
     causal_lm = tiny.causal_lm

