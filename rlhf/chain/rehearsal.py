@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import transformers
 
 from rlhf import console, plugins
@@ -52,8 +53,12 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
     folder, start = output / FOLDER, time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     folder.mkdir(parents=True)
+    one = time.time() - psutil.Process().create_time()  # imports and checks, which a stage has at each start
+    starts = (
+        f"{2 * len(todo)} starts of a stage take about {console.duration(2 * len(todo) * one)}, its steps come on top"
+    )
     console.say(
-        f"rehearsal: {STEPS} steps of each stage, then more from its checkpoint, with models of {LAYERS} layers"
+        f"rehearsal: {STEPS} steps of each stage, then more from its checkpoint, with models of {LAYERS} layers; {starts}"
     )
     try:
         small = in_small(todo, folder, ranks)

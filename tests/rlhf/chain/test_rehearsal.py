@@ -3,7 +3,9 @@
 import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,13 +78,23 @@ def test_adapters_keep_the_models_that_they_were_trained_on(
     (3, {"total_episodes": 32}, True), (3, {"total_episodes": 33}, False),
 ])  # fmt: skip
 def test_a_run_that_is_no_longer_than_a_rehearsal_has_none(
-    step: int, changes: dict[str, Any], left_out: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    step: int,
+    changes: dict[str, Any],
+    left_out: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rehearsal has two steps, then two more; here 8 rows each, in step 1 three times."""
+    """A rehearsal has two steps, then two more; here 8 rows each, in step 1 three times. It starts its stage twice, and
+    each start is as long as this program has taken so far."""
+    process = SimpleNamespace(create_time=lambda: time.time() - 60)
+    monkeypatch.setattr(rehearsal, "psutil", SimpleNamespace(Process=lambda: process))
     options = todo_of(tmp_path)[step].model_copy(update={**changes, "actor_model": "demo-llama"})
     with contextlib.nullcontext() if left_out else pytest.raises(SystemExit):
         rehearsal.rehearse({step: options}, 1, lambda _: (step, ExitStatus(1)))
-    assert ("left out, because the run itself is no longer" in capsys.readouterr().out) == left_out
+    said = capsys.readouterr().out
+    assert ("left out, because the run itself is no longer" in said) == left_out
+    assert ("2 starts of a stage take about 2 min" in said) != left_out
 
 
 TOO_FEW = """
