@@ -25,11 +25,9 @@ from rlhf.plan.sizes import Head, Setup
 
 TRACED = (1, 2)
 """numbers of layers that are traced: each further layer adds as many bytes as the second one"""
-COMPARISONS = {torch.ops.aten.gt.Scalar: True, torch.ops.aten.lt.Scalar: False}
-"""what they say of a random number above 0 and a chance of 0: LoHa applies a factor if it is above its dropout, and
-OPT of transformers before 5.20 skips a layer if it is below its layerdrop"""
-ABOVE_ZERO = "above_zero"
-"""the attribute of a comparison's result with that answer"""
+IS_BELOW = "is_below"
+"""the attribute of the result of a comparison `x < 0`, which no random number fulfils: OPT of transformers before 5.20
+skips a layer if one is below its layerdrop"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,10 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return getattr(args[0], ABOVE_ZERO, True)
+            return not hasattr(args[0], IS_BELOW)
         out = func(*args, **(kwargs or {}))
-        if func in COMPARISONS:
-            setattr(out, ABOVE_ZERO, COMPARISONS[func])
+        if func is torch.ops.aten.lt.Scalar:
+            setattr(out, IS_BELOW, True)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
