@@ -38,6 +38,8 @@ ONLY = "default"
 """the name of an adapter that is alone on its model, which peft chooses"""
 SHARING = ("LORA",)
 """methods of peft of which several adapters on one model are independent"""
+OWN_BASE = ("pissa", "olora", "loftq", "corda", "eva", "lora_ga")
+"""initial weights of LoRA, in a user's file or a saved adapter, that change the base model or depend on data"""
 UNLIKE = ("base_model_name_or_path", "inference_mode", "task_type", "modules_to_save", "peft_version", "revision")
 """options in which adapters of one method differ"""
 
@@ -78,6 +80,11 @@ def reason_against_sharing(options: "PeftConfig | None") -> str | None:
     """Why several adapters with these options cannot be on one model; None if they can. None: not a method of peft."""
     if options is None or options.peft_type not in SHARING:
         return "the method does not keep several independent adapters on one model"
+    initial: Any = getattr(options, "init_lora_weights", True)
+    if isinstance(initial, str) and initial.startswith(OWN_BASE):
+        return f"init_lora_weights={initial} gives each adapter a base of its own"
+    if getattr(options, "bias", "none") != "none":
+        return "it trains biases of the base model"
     return None
 
 

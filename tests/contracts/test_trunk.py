@@ -387,6 +387,8 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
 def test_methods_that_change_the_base_cannot_share_it() -> None:
     for options, problem in (
         (PrefixTuningConfig(), "does not keep several independent adapters"),
+        (LoraConfig(init_lora_weights="pissa"), "gives each adapter a base of its own"),
+        (LoraConfig(bias="all"), "trains biases of the base model"),
         (None, "does not keep several independent adapters"),
     ):
         assert problem in str(reason_against_sharing(options))
