@@ -64,16 +64,16 @@ class TwoFiles:
 def build(config: Config, path: str) -> Reviews:
     combine, folder = partial(review_rows, words=config.prompt_words), Path(path).expanduser()
     if path and folder.is_dir():
-        files = tuple(_find_file(folder, side) for side in ("pos", "neg"))
+        files = tuple(_find_file(folder, kind) for kind in ("pos", "neg"))
         return Reviews(TwoFiles(files), config, parse, combine, splits=PHASES)
     return Reviews(open_path(path or HUB_IDS[0]), config, parse, combine)
 
 
-def _find_file(folder: Path, side: str) -> Path:
-    for file in (folder / f"rt-polarity.{side}", folder / f"rt-polarity.{side}.gz"):
+def _find_file(folder: Path, kind: str) -> Path:
+    for file in (folder / f"rt-polarity.{kind}", folder / f"rt-polarity.{kind}.gz"):
         if file.is_file():
             return file
-    raise UserError(f"{folder}: no rt-polarity.{side} or rt-polarity.{side}.gz there; expected one sentence a line")
+    raise UserError(f"{folder}: no rt-polarity.{kind} or rt-polarity.{kind}.gz there; expected one sentence a line")
 
 
 def _read_text(path: Path) -> str:
@@ -96,14 +96,14 @@ def review_rows(items: Iterator[tuple[int, str] | Skipped], phase: Phase, words:
 
     The i-th positive and the i-th negative sentence are a pair. `columns["label"]` of a single sentence is its label.
     """
-    sides: tuple[list[str], list[str]] = ([], [])
+    sentences: tuple[list[str], list[str]] = ([], [])
     for item in items:
         if isinstance(item, Skipped):
             yield item
         else:
-            sides[item[0]].append(item[1])
-    negative, positive = (list(dict.fromkeys(side)) for side in sides)
-    yield from [Skipped("repeated sentence")] * (sum(map(len, sides)) - len(positive) - len(negative))
+            sentences[item[0]].append(item[1])
+    negative, positive = (list(dict.fromkeys(texts)) for texts in sentences)
+    yield from [Skipped("repeated sentence")] * (sum(map(len, sentences)) - len(positive) - len(negative))
     yield from [Skipped("no sentence of the other kind left for it")] * abs(len(positive) - len(negative))
     pairs = list(zip(positive, negative, strict=False))
     for pair, group in zip(pairs, _groups(pairs, words), strict=True):

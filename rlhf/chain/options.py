@@ -166,8 +166,8 @@ def overlay(argv: list[str], over: int) -> parser.Overlay:
     tree = deepspeed_json.options(_json(argv), ChainConfig)
     stages: dict[str, type[Config]] = {"sft": SFTConfig, "reward": RewardConfig, "ppo": Step3Config}
     for section, options in stages.items():
-        own = deepspeed_json.options(_json(argv, section), options)
-        tree |= {section: own} if own else {}
+        settings = deepspeed_json.options(_json(argv, section), options)
+        tree |= {section: settings} if settings else {}
     return parser.Overlay(tree, deepspeed_json.CONFIG, over)
 
 

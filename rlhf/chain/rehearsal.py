@@ -54,10 +54,10 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
     shutil.rmtree(folder, ignore_errors=True)  # of a rehearsal that was killed
     folder.mkdir(parents=True)
     one = time.time() - psutil.Process().create_time()  # imports and checks, which a stage has at each start
-    starts = 2 * len(todo)
+    processes = 2 * len(todo)
     console.say(
         f"rehearsal: {STEPS} steps of each stage, then more from its checkpoint, with models of {LAYERS} layers; "
-        f"{starts} starts of a stage take about {console.duration(starts * one)}, and the steps come on top"
+        f"{processes} starts of a stage take about {console.duration(processes * one)}, and the steps come on top"
     )
     try:
         small = in_small(todo, folder, ranks)

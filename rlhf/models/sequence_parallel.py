@@ -52,8 +52,9 @@ class SplitPolicy(Policy):
         on_host = (columns, counts[:, columns], targets[:, columns])
         predicting, mask, ids = (to_device(x, device) for x in on_host)
         inputs = stretch.inputs(sequences, device)
-        starts = torch.arange(len(ids), device=device)[:, None] * inputs["input_ids"].shape[1]
-        (logprobs, _), _ = lm_head.predict(self.lm, inputs, (starts + predicting).flatten(), ids.flatten(), temperature)
+        offsets = torch.arange(len(ids), device=device)[:, None] * inputs["input_ids"].shape[1]
+        states = (offsets + predicting).flatten()
+        (logprobs, _), _ = lm_head.predict(self.lm, inputs, states, ids.flatten(), temperature)
         logprobs = logprobs.view_as(ids)
         own_logprobs = torch.zeros(targets.shape, dtype=logprobs.dtype, device=logprobs.device)
         own_logprobs = own_logprobs.index_copy(1, predicting, torch.where(mask, logprobs, 0.0))
