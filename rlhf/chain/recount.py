@@ -38,6 +38,7 @@ from rlhf.chain.claims import (
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path
 from rlhf.config import validate
+from rlhf.distributed import collectives
 from rlhf.engine.precision import BY_NAME
 from rlhf.errors import UserError
 from rlhf.evaluation.results_table import distinct
@@ -112,7 +113,7 @@ class Recount:
         self.config = self.manifest["config"]
         self.metrics = {name: math.nan if x is None else x for name, x in self.manifest["metrics"].items()}
         self.left = dict.fromkeys(self.metrics)  # those that no claim was made of
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = collectives.local_device()
         self.merging = 0.0  # s / scale of what merging its adapter has changed in the model that was loaded last
         if self.config.get("quantize", "none") != "none":
             raise UserError("it ran on quantised weights, which plain transformers does not have")

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as tree
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,22 +70,36 @@ class OnGPU(Tensor):
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
     """The results of an operation on tensors of one device, which are on that device."""
-    leaves, spec = tree.tree_flatten((args, kwargs))
-    own = [x for x in leaves if isinstance(x, OnGPU)]
-    cpu_tensors = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, OnGPU)]
+    own: list[OnGPU] = []
+    cpu_tensors: list[Tensor] = []
+
+    def on_cpu(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            (own if isinstance(x, OnGPU) else cpu_tensors).append(x)
+            return x.value if isinstance(x, OnGPU) else x
+        if isinstance(x, list | tuple):
+            return [on_cpu(each) for each in x]
+        return CPU if _is_gpu(x) else x
+
+    def on_gpu(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(on_gpu(each) for each in x)
+        if not isinstance(x, Tensor):
+            return x
+        return inputs[id(x)] if id(x) in inputs else OnGPU(x)
+
     target = kwargs.get("device")
+    values, named = on_cpu(args), {name: on_cpu(x) for name, x in kwargs.items()}
     if op not in COPIES:
         _refuse_mixed(op, args, own, cpu_tensors)
     _count(op, args, kwargs, target)
-    values = [x.value if isinstance(x, OnGPU) else CPU if _is_gpu(x) else x for x in leaves]
-    new_args, new_kwargs = tree.tree_unflatten(values, spec)
-    result = op(*new_args, **new_kwargs)
+    result = op(*values, **named)
     if target is not None and not _is_gpu(torch.device(target)):
         return result
     if op is aten.copy_.default and not isinstance(args[0], OnGPU):
         return args[0]
     inputs = {id(x.value): x for x in own}  # operations in place return their argument
-    return tree.tree_map_only(Tensor, lambda x: inputs[id(x)] if id(x) in inputs else OnGPU(x), result)
+    return on_gpu(result)
 
 
 def _is_gpu(x: Any) -> bool:
@@ -149,10 +162,22 @@ class _Module(backend_registration._DummyBackendModule):
         torch.set_rng_state(state)
 
 
+def _swap(parameter: Any, moved: Any) -> None:
+    """Let a parameter be `moved`, as on CUDA: else a module that moves had new parameters, and tied ones were tied no
+    longer. torch's own function refuses parameters that something refers to weakly."""
+    for name in ("__class__", "__dict__"):
+        before = getattr(parameter, name)
+        setattr(parameter, name, getattr(moved, name))
+        setattr(moved, name, before)
+    torch._C._swap_tensor_impl(parameter, moved)
+
+
 def install() -> torch.device:
     """Give this process the device, for good; before any backward pass, which would start no thread for it."""
     backend_registration._setup_privateuseone_for_python_backend("gpu", _Module())
     torch._C._set_only_lift_cpu_tensors(True)  # for torch.tensor(..., device=)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.utils.swap_tensors = _swap
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
     own.impl("_pin_memory", lambda x, device=None: x.clone(), "CPU")
