@@ -41,13 +41,10 @@ def read_meanings(section: str = "", page: Path = METRICS_PAGE) -> dict[str, Mea
 
 
 def _row_meanings(row: dict[str, str], names_cell: str) -> list[Meaning]:
-    """A meaning for each name of a row. In a row of three names or more, each may have its own part of the text."""
+    """A meaning for each name of a row."""
     if set(row.values()) <= {"---", ""}:
         return []
-    names = re.findall(r"`(\w+)`", names_cell)
     limit = row.get("default", "")
     text = row.get("what it is") or row.get("when", "") + (f" (limit: {limit})" if limit else "")
-    parts = text.split("; ") if len(names) > 2 else []
-    texts = parts if len(parts) == len(names) else [text] * len(names)
     rest = row.get("unit", ""), row.get("what it should look like", ""), row.get("if it does not", "")
-    return [Meaning(name, text, *rest) for name, text in zip(names, texts, strict=True)]
+    return [Meaning(name, text, *rest) for name in re.findall(r"`(\w+)`", names_cell)]
