@@ -26,7 +26,7 @@ from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
 from rlhf.config.plain_values import from_yaml
 from rlhf.errors import UserError
-from rlhf.shipped import PACKAGES
+from rlhf.shipped import PACKAGES, ROOT
 
 Spec = str | Tree
 Plugin = TypeVar("Plugin")
@@ -300,19 +300,19 @@ def call(file: str, name: str, function: Callable[..., T], *args: object) -> T:
     with CatchUserCode() as caught:
         return function(*args)
     assert caught.error is not None
-    raise UserError(f"{file}: {name}: {error_location(caught.error, own_frames=1)}") from caught.error
+    raise UserError(f"{file}: {name}: {error_location(caught.error)}") from caught.error
 
 
-def error_location(error: BaseException, own_frames: int = 2) -> str:
-    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is not in a library.
-
-    own_frames: how many of the outermost frames are the pipeline's own
-    """
-    frames = traceback.extract_tb(error.__traceback__)[own_frames:]
-    user_frames = [
-        frame for frame in frames if not re.search("site-packages|/lib/python|^<frozen importlib", frame.filename)
-    ]
+def error_location(error: BaseException) -> str:
+    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is neither in a library nor ours."""
+    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if not user_frames:
         return message
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: in {user_frames[-1].name}: {message}"
+
+
+def _is_users(file: str) -> bool:
+    if re.search("site-packages|/lib/python|^<frozen importlib", file):
+        return False
+    return not any(Path(file).is_relative_to(ROOT / package) for package in PACKAGES)

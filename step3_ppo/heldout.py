@@ -16,7 +16,7 @@ from rlhf.distributed import collectives
 from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
 from rlhf.maths.intervals import mean_interval
-from rlhf.rewards import Source, as_samples
+from rlhf.rewards import NO_SCORE, Source, as_samples
 from rlhf.storage import disk
 from rlhf.text.rendering import last_question
 from rlhf.types import Metrics, Samples, ScoredRollout
@@ -78,7 +78,8 @@ def nonfinite_scores(evaluation: Evaluation) -> str | None:
     """Which score is not finite for which held-out response, the same on every rank; None if all are finite."""
     e = evaluation
     for name, values in {"score": e.scores, "judge": e.judge_scores, **e.by_source}.items():
-        bad = [] if values is None else (~values.isfinite()).nonzero().flatten().tolist()
+        missing = values == NO_SCORE if name in e.by_source else False
+        bad = [] if values is None else (~(values.isfinite() | missing)).nonzero().flatten().tolist()
         if bad:
             return (
                 f"{name} is not a finite number for {len(bad)} of {len(e.scores)} held-out responses, the first to "
@@ -109,8 +110,8 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         "eval_changed": sum(map(operator.ne, before.responses, after.responses)) / len(after.responses),
     }
     for name, scores in after.by_source.items():
-        metrics[f"eval_score_{name}_before"] = before.by_source[name].mean().item()
-        metrics[f"eval_score_{name}"] = scores.mean().item()
+        metrics[f"eval_score_{name}_before"] = _of_scored(before.by_source[name]).mean().item()
+        metrics[f"eval_score_{name}"] = _of_scored(scores).mean().item()
     if before.judge_scores is not None and after.judge_scores is not None:
         metrics |= {
             "eval_judge_before": before.judge_scores.mean().item(),
@@ -124,6 +125,11 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
 def at_start(before: Evaluation) -> Metrics:
     """The same numbers of the policy that the run starts from."""
     return {name: value for name, value in compare(before, before).items() if not name.endswith("_before")}
+
+
+def _of_scored(scores: Tensor) -> Tensor:
+    """The scores of a source where it applies."""
+    return scores[scores != NO_SCORE]
 
 
 def _ci95(values: Tensor) -> float:
@@ -161,7 +167,7 @@ def write_rollout(path: Path, iteration: int, rollout: ScoredRollout, names: Seq
     with path.open("a", encoding="utf-8") as file:
         for i, (prompt, response) in enumerate(zip(samples.prompts, samples.responses, strict=True)):
             row = {"iteration": iteration, "prompt": prompt, "response": response}
-            row |= {name: values[i] for name, values in columns.items()}
+            row |= {name: None if values[i] == NO_SCORE else values[i] for name, values in columns.items()}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 

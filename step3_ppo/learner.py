@@ -62,7 +62,7 @@ class Learner:
 
     def score(self, rollout: SampledRollout) -> ScoredRollout:
         """The rollout with scores, log-probs of policy and reference, and the critic's values."""
-        scored = score(rollout, self.actor, self.critic, self.scorer)
+        scored = score(rollout, self.actor, self.critic, self.scorer, self.config.num_generations)
         self.clock.lap("score")
         return scored
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf.distributed import collectives
 from rlhf.maths import ops
+from rlhf.rewards import NO_SCORE
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.config import ScoreOptions
 
@@ -27,14 +28,19 @@ def rollout_metrics(
 ) -> Metrics:
     """Numbers of a scored rollout, means over the responses of all ranks. KL in nats per response.
 
-    by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`.
+    by_source: scores [B] of each source by its name, the same names on every rank; `score_NAME` and `score_NAME_std`,
+    of the responses to which the source applies. `unscored`: share of them to which no source does, if there are some.
     disagreement: standard deviation over the members of an ensemble [B]; its mean is `score_disagreement`.
     """
     with_std = {"score": rollout.scores, "response_length": rollout.lengths}
-    with_std |= {f"score_{name}": scores for name, scores in (by_source or {}).items()}
+    of_sources = {f"score_{name}": scores for name, scores in (by_source or {}).items()}
+    applies = {name: scores != NO_SCORE for name, scores in of_sources.items()}
+    with_std |= {name: scores.where(applies[name], 0.0) for name, scores in of_sources.items()}
     repeated, grams = _repeated(rollout, 4)
     columns = {
         "rows": torch.ones(len(rollout)),
+        **{f"{name} rows": responses for name, responses in applies.items()},
+        "unscored": ~torch.stack([*applies.values()]).any(0) if applies else torch.zeros(1),
         **_kl(rollout),
         **with_std,
         **{f"{name} squared": values.double().square() for name, values in with_std.items()},
@@ -50,7 +56,10 @@ def rollout_metrics(
     totals = collectives.sum_over_ranks(torch.stack([value.double().sum().cpu() for value in columns.values()]))
     sums = dict(zip(columns, totals.tolist(), strict=True))
     rows, repeated_grams, all_grams = (sums.pop(name) for name in ("rows", "repeated", "grams"))
-    means = {name: total / max(rows, 1.0) for name, total in sums.items()}
+    counts = {name: sums.pop(f"{name} rows") for name in applies}
+    means = {n: total / max(counts.get(n.removesuffix(" squared"), rows), 1.0) for n, total in sums.items()}
+    if all(count == rows for count in counts.values()):
+        del means["unscored"]
     product = means.pop("score x length")
     variances = {name: _variance(means[name], means.pop(f"{name} squared")) for name in with_std}
     means["sampling_mismatch"] = sums["sampling_mismatch"] / max(sums["response_length"], 1.0)

@@ -20,12 +20,13 @@ from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
+from rlhf.errors import UserError
 from rlhf.generation import Backend
 from rlhf.maths import ops
 from rlhf.maths.uniforms import uniforms
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import state_values
-from rlhf.rewards import Sources, as_samples
+from rlhf.rewards import NO_SCORE, Sources, as_samples
 from rlhf.types import Prompts, SampledRollout, ScoredRollout, Sequences, length_groups, to_device
 from step3_ppo.config import ScoreOptions, Step3Config
 
@@ -103,12 +104,14 @@ def generate(
 
 
 @torch.no_grad()
-def score(rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer: Scorer) -> ScoredRollout:
+def score(
+    rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer: Scorer, group: int = 1
+) -> ScoredRollout:
     """The rollout with scores, old and reference log-probs, and the critic's values, on the CPU.
 
     Old log-probs are those of the training forward, not of sampling: in bf16 the two differ (std 5e-2),
     and the first ratio of PPO must be 1. Without `rescore` they are those of sampling, until the update has its own.
-    If the critic is the actor's engine, one pass gives both.
+    If the critic is the actor's engine, one pass gives both. group: neighbouring responses to one prompt
     """
 
     def logprobs(policy: Policy) -> Callable[[Sequences, int], Tensor]:
@@ -131,20 +134,36 @@ def score(rollout: SampledRollout, actor: Engine, critic: Engine | None, scorer:
     if critic is not None and critic is not actor:
         with critic.inference() as model:
             values = per_token(rollout, lambda rows, prompt: state_values(model(rows), prompt), scorer.batch_size)
-    scores, source_scores = combined_scores(rollout, scorer)
+    scores, source_scores = combined_scores(rollout, scorer, group)
     sampled = {field.name: getattr(rollout, field.name) for field in fields(SampledRollout)}
     numbers = {"logprobs": old, "ref_logprobs": ref, "scores": scores, "source_scores": source_scores, "values": values}
     on_cpu: dict[str, Any] = {name: x if x is None else x.cpu() for name, x in numbers.items()}
     return ScoredRollout(**sampled, **on_cpu)
 
 
-def combined_scores(rollout: SampledRollout, scorer: Scorer) -> tuple[Tensor, Tensor]:
-    """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N]."""
+def combined_scores(rollout: SampledRollout, scorer: Scorer, group: int = 1) -> tuple[Tensor, Tensor]:
+    """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N].
+
+    Raises: UserError if no response has a score.
+    """
     # A source may be random, or slow: ranks that share a model must learn from the same scores.
     scores, by_source = collectives.broadcast_in_replica(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     if scorer.missing_eos_penalty is not None:
         scores = scores - scorer.missing_eos_penalty * (~rollout.ended).float()
-    return scores, torch.stack(list(by_source.values()), dim=1)
+    return _without_gaps(scores, group), torch.stack(list(by_source.values()), dim=1)
+
+
+def _without_gaps(scores: Tensor, group: int) -> Tensor:
+    """The scores [B], in which one that is missing is the mean of its group, whose baseline it leaves as it is; for a
+    group without any it is the mean of all ranks' responses. Raises: UserError if there is none."""
+    groups = scores.double().view(-1, group)
+    missing = groups == NO_SCORE
+    counts, sums = (~missing).sum(1), groups.masked_fill(missing, 0.0).sum(1)
+    count, total = collectives.sum_over_ranks(torch.stack([counts.sum(), sums.sum()])).tolist()
+    if not count:
+        raise UserError("--reward: got None for every response of a batch, expected a score for some of them")
+    means = torch.where(counts > 0, sums / counts, total / count)
+    return torch.where(missing, means[:, None], groups).view(-1).to(scores.dtype)
 
 
 def nonfinite(rollout: ScoredRollout, source_scores: Mapping[str, Tensor]) -> dict[str, list[int]]:

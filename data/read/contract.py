@@ -28,7 +28,7 @@ def checked_rows(source: DataSource, phase: Phase, data_path: str) -> Iterator[R
                 raise UserError(f"{data_path}: row {count} of rows('{phase}'): {error}") from None
             yield replace(row, location=f"{data_path}: row {count}") if isinstance(row, Row) else row
     if caught.error is not None:
-        location = plugins.error_location(caught.error, own_frames=1)
+        location = plugins.error_location(caught.error)
         raise UserError(f"{data_path}: rows('{phase}') failed after {count} rows: {location}") from caught.error
 
 

@@ -29,6 +29,9 @@ Combine = Literal["sum", "min", "uncertain"]
 UNCERTAINTY_COEF = 0.1
 """weight of the variance over the members of an ensemble"""
 
+NO_SCORE = -math.inf
+"""of a response to which a source does not apply; a score that is not finite is NaN or above 0"""
+
 REFERENCE = "reference"
 """The column of the response in the data, for reward functions."""
 
@@ -37,14 +40,15 @@ class Source(Protocol):
     """A score source, as `build(config, context)` of a file in this folder must return it."""
 
     def __call__(self, samples: Samples, /) -> Tensor:
-        """One score for each of the B responses, [B]; higher is better. `columns_of(samples)`: columns of the data."""
+        """One score for each of the B responses, [B]; higher is better; `NO_SCORE` where the source does not apply.
+        `columns_of(samples)`: columns of the data."""
 
 
 class Function(Protocol):
     """A score source as a plain function of the user, whose name follows its file: `file.py:function`."""
 
-    def __call__(self, prompts: list[str], responses: list[str], /, **columns: list[Any]) -> Iterable[float]:
-        """One finite number for each of the B responses.
+    def __call__(self, prompts: list[str], responses: list[str], /, **columns: list[Any]) -> Iterable[float | None]:
+        """One finite number for each of the B responses; None where the function does not apply.
 
         columns: those of the rows that the function has a parameter for, each a list of B; `**columns` takes all. A
         parameter `answers` gets the responses without their thoughts, unless the data has a column of that name.
@@ -92,7 +96,8 @@ class Sources:
     with the mean of the held-out scores of a reward model as its offset: pairs teach it differences only, so that two
     members which always agree may still be a constant apart.
 
-    A source of weight 0 is logged, but does not change the score.
+    A source of weight 0 is logged, but does not change the score. A source without a score for a response, `NO_SCORE`,
+    does not count in its sum or minimum; a response without any score has `NO_SCORE`.
     """
 
     sources: tuple[WeightedSource, ...]
@@ -111,7 +116,10 @@ class Sources:
         if self.combine == "uncertain":
             variance = weighted_scores.var(0, correction=0)
             return weighted_scores.mean(0) - self.uncertainty_coef * variance, by_name
-        return weighted_scores.sum(0) if self.combine == "sum" else weighted_scores.amin(0), by_name
+        without = torch.stack([by_name[each.name] == NO_SCORE for each in counting])
+        neutral, combine = (0.0, Tensor.sum) if self.combine == "sum" else (math.inf, Tensor.amin)
+        scores = combine(weighted_scores.masked_fill(without, neutral), 0)
+        return scores.masked_fill(without.all(0), NO_SCORE), by_name
 
     def disagreement(self, source_scores: Tensor) -> Tensor | None:
         """The standard deviation of the weighted scores over the members of an ensemble, [B]; None without `uncertain`.
@@ -142,7 +150,7 @@ def open_source(spec: str, context: Context) -> Source:
 
 def open_unchecked(spec: str, context: Context) -> Source:
     """A score source as of `open_source`, whose scores may be non-finite."""
-    plugin = plugins.spec("python", function=spec) if _is_function(spec) else spec
+    plugin = _plugin(spec)
     name = spec.split(",")[0]
     if "/" in name and plugin is spec and not name.endswith(".py"):
         raise UserError(
@@ -150,6 +158,7 @@ def open_unchecked(spec: str, context: Context) -> Source:
             f"classifier,model={name} for another classifier"
         )
     built: Source = plugins.build("rlhf.rewards", plugin, context)
+    is_code = plugins.parse_spec(plugin)[0].endswith((".py", "python"))
     source = plugins.conforming(built, Source, spec)
 
     def score(samples: Samples) -> Tensor:
@@ -158,7 +167,8 @@ def open_unchecked(spec: str, context: Context) -> Source:
             raise UserError(f"reward '{spec}': got {type(scores).__name__}, expected a tensor of scores, [B]")
         if scores.shape != (len(samples.responses),):
             raise UserError(f"reward '{spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
-        return scores
+        # Of a model, -inf is an overflow; only a user's code says that it has no score.
+        return scores if is_code else scores.masked_fill(scores == NO_SCORE, math.nan)
 
     return score
 
@@ -177,16 +187,18 @@ def check_source(spec: str, context: Context) -> None:
 def check_rows(spec: str, rows: Iterable[Row]) -> None:
     """The source's `check_rows(config, rows)`, if its file has one beside `build`. Raises: UserError for a row that it
     cannot score, which a run may meet after hours."""
-    plugin = plugins.spec("python", function=spec) if _is_function(spec) else spec
+    plugin = _plugin(spec)
     check = getattr(plugins.find("rlhf.rewards", plugins.parse_spec(plugin)[0]), "check_rows", None)
     if check is not None:
         plugins.call(spec, "check_rows", check, plugins.options("rlhf.rewards", plugin), [*rows])
 
 
-def _is_function(spec: str) -> bool:
-    """Whether the spec names a function: `file.py:function`, `module:function`, or a file without `build`."""
-    name = spec.split(",")[0]
-    return ":" in name or (name.endswith(".py") and "build" not in vars(plugins.load_file(name)))
+def _plugin(spec: str) -> str:
+    """The spec; of `python` if it names a function: `file.py:function`, `module:function`, a file without `build`."""
+    name, *options = spec.split(",", 1)
+    if ":" in name or (name.endswith(".py") and "build" not in vars(plugins.load_file(name))):
+        return ",".join([plugins.spec("python", function=name), *options])
+    return spec
 
 
 def open_sources(
@@ -277,4 +289,5 @@ def require_finite(scores: Tensor, samples: Samples, source: str) -> None:
     for score, prompt, response in zip(scores.tolist(), samples.prompts, samples.responses, strict=True):
         if not math.isfinite(score):
             response_text = f"prompt {prompt[-60:]!r}, response {response[:60]!r}"
-            raise UserError(f"reward '{source}': got {score} for {response_text}; expected a finite number")
+            value = None if score == NO_SCORE else score
+            raise UserError(f"reward '{source}': got {value} for {response_text}; expected a finite number")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,22 @@ def llama_2() -> None:
     spec = f"llama_2.py,safe=safe,helpful=helpful,threshold={middle}"
     expected = [x if low else y for low, x, y in zip((s.sigmoid() < middle).tolist(), s, h, strict=True)]
     assert torch.equal(rewards.open_source(spec, context)(samples), torch.stack(expected))
+
+
+def functions_of_other_libraries() -> None:
+    """The first response has the number of its row, the others do not."""
+    rollout = responses.rollout()
+    truths = [row.columns["answer"].split()[-1] for row in rollout.rows]
+    rows = [replace(row, columns={**row.columns, "label": x}) for row, x in zip(rollout.rows, truths, strict=True)]
+    samples = responses.samples(replace(rollout, rows=tuple(rows)))
+    for spec in ("trl_reward.py:correct", "openrlhf_reward.py:reward_func"):
+        assert rewards.open_source(spec, responses.context(Path()))(samples).tolist() == [1, 0, 0]
+    verl = [{"data_source": "sums", "reward_model": {"ground_truth": x}} for x in truths]
+    verl[2]["data_source"] = "others"
+    rows = [replace(row, columns=columns) for row, columns in zip(rows, verl, strict=True)]
+    samples = responses.samples(replace(rollout, rows=tuple(rows)))
+    scores = rewards.open_unchecked("verl_reward.py:compute_score", responses.context(Path()))(samples)
+    assert scores.tolist() == [1, 0, rewards.NO_SCORE]
 
 
 def kind_or_rude() -> None:
@@ -196,6 +213,9 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("extending.md", "my_objective.py"): hinge,
     ("models.md", "from_deepspeed_chat.py"): converted,
     ("rewards.md", "llama_2.py"): llama_2,
+    ("rewards.md", "trl_reward.py"): functions_of_other_libraries,
+    ("rewards.md", "verl_reward.py"): functions_of_other_libraries,
+    ("rewards.md", "openrlhf_reward.py"): functions_of_other_libraries,
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
     ("extending.md", "my_adapter.py"): adapter,
