@@ -12,7 +12,8 @@ C = TypeVar("C", bound=Config)
 
 
 def read_options(cls: type[C], argv: Sequence[str], program: str, description: str, check: Callable[[C], None]) -> C:
-    """The options of the command line after `check`. Then a line announces the import of the libraries.
+    """The options of the command line after `check`. Then a line announces the import of the libraries, and one names
+    an accelerator that is not used.
 
     Raises: UserError.
     """
@@ -20,6 +21,9 @@ def read_options(cls: type[C], argv: Sequence[str], program: str, description: s
     check(options)
     console.loading(program, argv)
     console.quiet_libraries()
+    from rlhf.training import hardware  # imported here because it imports torch
+
+    hardware.say_accelerator()
     return options
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rlhf import console
 from rlhf.config import Config, Tree
 from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
@@ -30,6 +31,13 @@ def accelerator_note() -> str | None:
         return None
     kind = torch.accelerator.current_accelerator()
     return f"note: the CPU is used, not the {kind} device: engine, kernels and memory plan know CUDA and ROCm GPUs only"
+
+
+def say_accelerator() -> None:
+    """Print that line, if there is one."""
+    note = accelerator_note()
+    if note is not None:
+        console.say(note)
 
 
 def device_name() -> str:

@@ -379,8 +379,7 @@ def open_run(
     directory = Path(options.output_dir) / stage
     with collectives.process_group(options.timeout_s), progress.locked_directory(directory, replace):
         random_sources.begin(options)
-        if (note := hardware.accelerator_note()) is not None:
-            console.say(note)
+        hardware.say_accelerator()
         run = Run(declaration, options, status, inputs)
         try:
             yield run

@@ -16,11 +16,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from rlhf import cli, console
 from rlhf.chain.rehearsal import FOLDER as REHEARSAL
 from rlhf.errors import run_as_user
 from rlhf.launch import launcher
 from rlhf.launch.supervisor import ExitStatus
+from rlhf.models import lm_head, packing
 from rlhf.training import record
 from tests.support import devices
 from tests.support.killing import Killed
@@ -120,18 +124,36 @@ def killed_at(last: int) -> Iterator[None]:
         record.Recorder.write = write
 
 
+def is_tried() -> bool:
+    """Whether a model that is loaded is tried on a few tokens, before it goes to its device."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name not in (packing.detect_support.__name__, lm_head.detect.__name__):
+        frame = frame.f_back
+    return frame is not None
+
+
 def run(words: Sequence[str]) -> dict[str, Any]:
-    """The exit code of `rlhf WORDS`, what it prints, and how often the host waits."""
+    """The exit code of `rlhf WORDS`, what it prints, how often the host waits, and on which devices layers compute."""
+    used: set[str] = set()
+
+    def note(layer: nn.Module, _: object) -> None:
+        for weight in layer.parameters(recurse=False):
+            if weight.device.type not in used and not is_tried():
+                used.add(weight.device.type)
+
     typed = iter(TYPED)
     builtins.input = lambda _: next(typed)
     sys.argv = sys.orig_argv = ["rlhf", *words]
     out, error = io.StringIO(), io.StringIO()
+    hook = register_module_forward_pre_hook(note)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), devices.waits() as waits:
         try:
             code = run_as_user(lambda: cli.main(words))
         except SystemExit as leaving:
             code = int(str(leaving.code))
-    return {"code": code, "out": out.getvalue(), "error": error.getvalue(), "waits": waits.total()}
+    hook.remove()
+    texts = {"out": out.getvalue(), "error": error.getvalue()}
+    return {"code": code, **texts, "waits": waits.total(), "devices": sorted(used)}
 
 
 def run_all(folder: Path, commands: Sequence[Sequence[str]]) -> None:
