@@ -46,8 +46,8 @@ def _trl(samples: Samples, _: Columns) -> Columns:
 def _trl_messages(samples: Samples, columns: Columns) -> Columns:
     dialogues = [row.prompt for row in samples.rollout.rows]
     prompts = [[{"role": turn.role, "content": turn.content, **turn.keys} for turn in turns] for turns in dialogues]
-    completions = [[{"role": "assistant", "content": text}] for text in samples.responses]
-    return {**_trl(samples, columns), "prompts": prompts, "completions": completions}
+    messages = [[{"role": "assistant", "content": text}] for text in samples.responses]
+    return {**_trl(samples, columns), "prompts": prompts, "completions": messages}
 
 
 def _openrlhf(samples: Samples, _: Columns) -> Columns:
