@@ -45,6 +45,8 @@ STAGE = Declaration(
         curves=(
             Curve("Score", ("score", "eval_score")),
             Curve("Score for the algorithm", ("shaped_score",)),
+            Curve("Groups with equal scores", ("equal_groups",)),
+            Curve("Deviation of scores within a group", ("group_score_std",)),
             Curve("Disagreement of reward models", ("score_disagreement",)),
             Curve("Judge", ("eval_judge",)),
             Curve("Worth the best of n", ("eval_score_worth_best_of", "eval_judge_worth_best_of")),
@@ -154,6 +156,9 @@ class IterationOptions(SharedOptimizerOptions):
     """responses in an iteration, over all devices"""
     num_generations: int = Field(1, ge=1)
     """responses sampled for each prompt; batch_size counts responses"""
+    resample_groups: int = Field(0, ge=0)
+    """times that an iteration draws another prompt for one to whose responses all scores are equal (dynamic sampling);
+    needs num_generations of 2 or more"""
 
 
 class PtxOptions(SharedOptimizerOptions):
@@ -276,6 +281,8 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
         return (value,) if isinstance(value, str) else value
 
     def idle(self) -> Iterator[str]:
+        if self.resample_groups and self.num_generations == 1:
+            yield "--resample-groups with --num-generations 1"
         if self.use_score_norm and not self.use_score_scaling:
             yield "--use-score-norm without --use-score-scaling"
         if self.ptx_data_path and self.ptx_coef == 0:

@@ -17,6 +17,8 @@ from rlhf.rewards import NO_SCORE
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.config import ScoreOptions
 
+EQUAL = 1e-6
+"""difference of scores below which they are equal: rounding of a reward model in fp32 is of that size"""
 ID_BASE = 1 << 31
 """Token ids are below this, so that two of them make one int64."""
 
@@ -73,6 +75,23 @@ def rollout_metrics(
         "distinct_2": _distinct(rollout, 2),
         "tokens": sums["prompt_length"] + sums["response_length"],
     }
+
+
+def group_metrics(scores: Tensor, group: int) -> Metrics:
+    """Of the scores [B] of groups of neighbours, over those of all ranks: `equal_groups`, the share of groups whose
+    scores are equal, from which an algorithm with the group's mean as baseline learns nothing; `group_score_std`, the
+    mean of the groups' standard deviations (biased). Nothing for groups of one."""
+    if group == 1:
+        return {}
+    groups = scores.double().view(-1, group)
+    columns = torch.stack([torch.ones(len(groups)), equal(groups), groups.std(1, correction=0)])
+    count, same, deviations = collectives.sum_over_ranks(columns.double().sum(1)).tolist()
+    return {"equal_groups": same / count, "group_score_std": deviations / count}
+
+
+def equal(groups: Tensor) -> Tensor:
+    """Whether the scores of each group are equal, bool [G]. groups [G, group]"""
+    return groups.amax(1) - groups.amin(1) <= EQUAL
 
 
 def _kl(rollout: ScoredRollout) -> dict[str, Tensor]:
@@ -155,9 +174,9 @@ class Clock:
         self.seconds, self._last = {}, time.monotonic()
 
     def lap(self, name: str) -> None:
-        """Record the time of the phase `name`, which has just ended."""
+        """Add the time since the last call to that of the phase `name`."""
         now = time.monotonic()
-        self.seconds[name] = now - self._last
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
 

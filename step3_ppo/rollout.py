@@ -20,7 +20,6 @@ from rlhf.config.options import SamplingOptions
 from rlhf.distributed import collectives
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
-from rlhf.errors import UserError
 from rlhf.generation import Backend
 from rlhf.maths import ops
 from rlhf.maths.uniforms import uniforms
@@ -142,10 +141,7 @@ def score(
 
 
 def combined_scores(rollout: SampledRollout, scorer: Scorer, group: int = 1) -> tuple[Tensor, Tensor]:
-    """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N].
-
-    Raises: UserError if no response has a score.
-    """
+    """The scores [B], less the penalty of a missing EOS, and the scores of each of the N sources [B, N]."""
     # A source may be random, or slow: ranks that share a model must learn from the same scores.
     scores, by_source = collectives.broadcast_in_replica(scorer.sources(as_samples(rollout, scorer.tokenizer)))
     if scorer.missing_eos_penalty is not None:
@@ -155,14 +151,12 @@ def combined_scores(rollout: SampledRollout, scorer: Scorer, group: int = 1) -> 
 
 def _without_gaps(scores: Tensor, group: int) -> Tensor:
     """The scores [B], in which one that is missing is the mean of its group, whose baseline it leaves as it is; for a
-    group without any it is the mean of all ranks' responses. Raises: UserError if there is none."""
+    group without any it is the mean of all ranks' responses, and without one of those 0."""
     groups = scores.double().view(-1, group)
     missing = groups == NO_SCORE
     counts, sums = (~missing).sum(1), groups.masked_fill(missing, 0.0).sum(1)
     count, total = collectives.sum_over_ranks(torch.stack([counts.sum(), sums.sum()])).tolist()
-    if not count:
-        raise UserError("--reward: got None for every response of a batch, expected a score for some of them")
-    means = torch.where(counts > 0, sums / counts, total / count)
+    means = torch.where(counts > 0, sums / counts, total / max(count, 1.0))
     return torch.where(missing, means[:, None], groups).view(-1).to(scores.dtype)
 
 

@@ -39,10 +39,11 @@ from step3_ppo.heldout import (
 )
 from step3_ppo.inputs import check, content
 from step3_ppo.learner import Learner
-from step3_ppo.metrics import credit_metrics, rollout_metrics, shaped_metrics, speed
+from step3_ppo.metrics import credit_metrics, group_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import set_up
 from step3_ppo.plan import workload
 from step3_ppo.ptx import ptx_content
+from step3_ppo.resampling import resample
 from step3_ppo.resolved import describe_critic, inputs
 from step3_ppo.rollout import score
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
@@ -70,6 +71,7 @@ def train(learner: Learner, prompts: PromptDataset[Prompt], schedule: Schedule) 
     for iteration in schedule:
         rollout = learner.generate(prompts, iteration)  # y ~ pi_old(. | x), with the log-probs it was sampled with
         rollout = learner.score(rollout)  # scores of y, log-probs of policy and reference, values
+        iteration, rollout = resample(learner, prompts, iteration, rollout)  # other prompts for groups of equal scores
         if schedule.skips(iteration, rollout, learner.nonfinite(rollout)):
             yield Outcome(iteration, rollout)
             continue
@@ -92,6 +94,8 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
             write_rollout(rollouts_file(config), iteration.number + 1, rollout, sources.names, samples)
         disagreement = sources.disagreement(rollout.source_scores)
         metrics = rollout_metrics(rollout, learner.scores_by_source(rollout), disagreement)
+        metrics |= group_metrics(rollout.scores, config.num_generations)
+        metrics |= {"resampled_groups": float(iteration.resampled)} if config.resample_groups else {}
         metrics |= shaped_metrics(shaped.scores, config) | credit_metrics(shaped, credit)
         if not config.rescore:
             del metrics["sampling_mismatch"]  # the update measures it

@@ -268,6 +268,13 @@ RULES = (
         "a few samples, or raise --temperature or --batch-size",
     ),
     Rule(
+        "equal_groups",
+        ("equal_groups",),
+        partial(_above_in_a_row, "equal_groups", 0.5, IN_A_ROW),
+        "most prompts teach nothing, because all responses to them score alike: choose prompts that are neither too "
+        "easy nor too hard, raise --num-generations or --temperature, or draw others with --resample-groups",
+    ),
+    Rule(
         "critic_worse_than_mean",
         ("critic_error",),
         partial(_above_in_a_row, "critic_error", 1.0, CRITIC_IN_A_ROW),

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from rlhf.maths.ops import at_least_fp32, zero_off_mask
 
+EPSILON = 1e-4
+"""added to the standard deviation by which scores are divided, as in TRL: equal scores are no division by 0"""
+
 
 def kl_rewards(
     scores: Tensor,
@@ -82,7 +85,7 @@ def group_relative(values: Tensor, group: int, scale: bool) -> Tensor:
     """
     grouped = _grouped(values, group)
     centred = grouped - grouped.mean(1, keepdim=True)
-    centred = centred / (grouped.std(1, keepdim=True) + 1e-4) if scale else centred
+    centred = centred / (grouped.std(1, keepdim=True) + EPSILON) if scale else centred
     return centred.reshape(-1).to(at_least_fp32(values).dtype)
 
 

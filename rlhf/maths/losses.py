@@ -111,15 +111,18 @@ def clipped_policy(
     mask: Tensor,
     cliprange: tuple[float, float],
     count: Count,
+    dual_clip: float | None = None,
 ) -> Loss:
     """PPO's clipped surrogate, negated. All tensors [B, T]; only `logprobs` carries a gradient.
 
         loss = sum_mask max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high)) / count
 
     with ratio = exp(logprobs - old_logprobs) and (low, high) = cliprange: arXiv 1707.06347, eq. 7, where the two are
-    equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger.
+    equal, and DAPO (arXiv 2503.14476, eq. 10), where high is larger. With dual_clip c the loss of a token with A < 0 is
+    at most -A * c, however likely it has become (arXiv 1912.09729, eq. 5).
     Metrics, means over tokens: approx_kl, the k3 estimate of KL(old || new), never negative;
-    clip_fraction, tokens on which the clip binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2.
+    clip_fraction, tokens on which the clip binds; ratio_mean; ratio_square, the mean of (ratio - 1)^2; with dual_clip
+    dual_clip_fraction, tokens on which that binds.
     """
     logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
     # An infinite ratio would have a gradient of 0 * inf = NaN.
@@ -129,6 +132,9 @@ def clipped_policy(
     low, high = cliprange
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(free, clipped)
+    bounded = (
+        losses if dual_clip is None else losses.minimum(torch.where(advantages < 0, -advantages * dual_clip, losses))
+    )
     with torch.no_grad():
         metrics = {
             "approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, count),
@@ -137,7 +143,9 @@ def clipped_policy(
             # ratio^2 itself would cancel in fp32 against the square of its mean
             "ratio_square": masked_mean(torch.expm1(logprobs - old_logprobs).square(), mask, count),
         }
-    return masked_mean(losses, mask, count), metrics
+        if dual_clip is not None:
+            metrics["dual_clip_fraction"] = masked_mean((bounded < losses).to(ratio.dtype), mask, count)
+    return masked_mean(bounded, mask, count), metrics
 
 
 def response_logprobs(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ORDER, RESPONSES, MINI_BATCHES, EVALUATION = 1, 3, 4, 5
+ORDER, RESPONSES, MINI_BATCHES, EVALUATION, RESAMPLING = 1, 3, 4, 5, 6
 """purposes, the first word of a seed: the order of rows in an epoch; responses of a rollout; the order of its rows in
-an update; responses of `rlhf evaluate`, `rlhf pairs` and `rlhf chat`. With other numbers a seed means another run."""
+an update; responses of `rlhf evaluate`, `rlhf pairs` and `rlhf chat`; prompts in place of those whose responses score
+alike. With other numbers a seed means another run."""
 
 
 def stream(purpose: int, *key: int) -> np.random.Generator:

@@ -51,8 +51,8 @@ def _trl_messages(samples: Samples, columns: Columns) -> Columns:
 
 
 def _openrlhf(samples: Samples, _: Columns) -> Columns:
-    queries = [prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)]
-    return {"queries": queries, "prompts": list(samples.prompts)}
+    texts = [prompt + response for prompt, response in zip(samples.prompts, samples.responses, strict=True)]
+    return {"queries": texts, "prompts": list(samples.prompts)}
 
 
 def _verl(samples: Samples, columns: Columns) -> Columns:

@@ -89,8 +89,8 @@ class _Function:
         known = {ANSWERS} if convention is None else {*convention.names, *convention.right_results(columns)}
         missing = [name for name in self._required if name not in columns and name not in known]
         if missing:
-            looked_for = convention.truths if convention is not None and missing[0] == convention.truth else ()
-            cure = f", which can be {', '.join(looked_for)}" if looked_for else ""
+            truths = convention.truths if convention is not None and missing[0] == convention.truth else ()
+            cure = f", which can be {', '.join(truths)}" if truths else ""
             raise UserError(
                 f"reward '{self._spec}': it takes '{missing[0]}'{cure}, but the rows have "
                 f"{', '.join(columns) or 'none'}; if only some rows have it, give it a default: {missing[0]}=None"
@@ -142,11 +142,11 @@ class _Function:
         if convention is None:
             texts = [list(samples.prompts), list(samples.responses)]
             answers = {ANSWERS: list(samples.answers)} if ANSWERS in self._named else {}
-            given = {name: values for name, values in {**answers, **columns}.items() if name not in self._texts}
+            available = {name: values for name, values in {**answers, **columns}.items() if name not in self._texts}
         else:
             texts = []
-            given = {**columns, **convention.right_results(columns), **convention.arguments(samples, columns)}
-        return texts, {name: values for name, values in given.items() if self._takes_any or name in self._named}
+            available = {**columns, **convention.right_results(columns), **convention.arguments(samples, columns)}
+        return texts, {name: values for name, values in available.items() if self._takes_any or name in self._named}
 
     def _result(self, texts: list[list[str]], named: Columns) -> Any:
         """What the function returns for these rows; an asynchronous one is waited for."""

@@ -30,6 +30,8 @@ class Iteration:
     pretrains_critic: bool = False
     """whether the policy does not move yet (`critic_warmup_iterations`); the critic is then fitted to what the
     responses earned, not to its own untrained values"""
+    resampled: int = 0
+    """prompts of all ranks that were drawn in place of others (`resample_groups`)"""
     step_responses: int = 0
     """in a loss: responses of the whole optimizer step, of which a micro-batch has some"""
 

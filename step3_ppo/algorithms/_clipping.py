@@ -21,6 +21,8 @@ class ClippedConfig(Step3Config):
     cliprange_high: float | None = Field(None, gt=0)
     """the policy's ratio counts up to 1 + cliprange_high, if another than cliprange (clip-higher: unlikely tokens may
     become likelier)"""
+    dual_clip: float | None = Field(None, gt=1)
+    """most that the ratio of a token with a negative advantage counts, which has no bound otherwise; 3 is usual"""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """what weighs alike in the policy's loss: token = every token of an optimizer step; sequence = every response;
     constant = every token of the run, as the sum is divided by response_length for each response (Dr. GRPO)"""
@@ -61,7 +63,7 @@ class Clipped:
             metrics["tis_capped"] = ops.masked_mean((ratios > config.tis_cap).float(), mask, count)
         low, high = config.cliprange, config.cliprange_high
         clip = (low, low if high is None else high)
-        loss, clip_metrics = losses.clipped_policy(logprobs, old, advantages, mask, clip, count)
+        loss, clip_metrics = losses.clipped_policy(logprobs, old, advantages, mask, clip, count, config.dual_clip)
         return loss, {**clip_metrics, **metrics}
 
 

@@ -3,11 +3,13 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
+from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
-from rlhf.maths import losses
+from rlhf.maths import losses, ops
 from rlhf.types import Credit, ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.algorithms._clipping import Clipped, ClippedConfig, response_weights
@@ -21,6 +23,8 @@ class Config(KLOptions, ClippedConfig):
     """responses sampled for each prompt; batch_size counts responses"""
     scale_rewards: bool = True
     """divide by the group's standard deviation; off (Dr. GRPO): prompts whose scores vary more weigh more"""
+    scale_rewards_by: Literal["group", "batch"] = "group"
+    """scale_rewards: batch = divide by the standard deviation of all scores of the iteration instead"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """what the clipped ratio is of: token; sequence = the whole response, whose probability has the power 1 / length
     (GSPO, with loss_aggregation sequence and a cliprange of about 3e-4)"""
@@ -40,9 +44,13 @@ class GRPO(Clipped):
     config: Config
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
-        """A_i = (score_i - mean of its group) [/ std of its group]. [B, T]"""
-        c = self.config
-        centred = crediting.group_relative(rollout.scores, c.num_generations, c.scale_rewards)
+        """A_i = (score_i - mean of its group) [/ std of its group, or of all scores]. [B, T]"""
+        c, scores = self.config, rollout.scores
+        centred = crediting.group_relative(scores, c.num_generations, c.scale_rewards and c.scale_rewards_by == "group")
+        if c.scale_rewards and c.scale_rewards_by == "batch":  # arXiv 2508.08221, section 4.2
+            every = torch.ones_like(scores, dtype=torch.bool)
+            _, variance = ops.mean_var(collectives.sum_over_ranks(ops.moments(scores, every)))
+            centred = centred / (variance.sqrt() + crediting.EPSILON)
         returns = crediting.on_every_token(rollout.scores, rollout.mask)
         return Credit(crediting.on_every_token(centred, rollout.mask), returns)
 

@@ -174,7 +174,13 @@ STEP3: Table = {
     "max_train_rows": [8],
     **{name: [alone(value, **WATCHED)] for name, value in WATCHED.items() if name != "total_episodes"},
 }
-CLIPPED: Table = {"cliprange": [0.05], "cliprange_high": [0.3], "loss_aggregation": ["sequence"], "tis_cap": [0.6]}
+CLIPPED: Table = {
+    "cliprange": [0.05],
+    "cliprange_high": [0.3],
+    "dual_clip": [alone(1.001, num_ppo_epochs=3)],
+    "loss_aggregation": ["sequence"],
+    "tis_cap": [0.6],
+}
 KL: Table = {"kl_coef": [0.6]}
 STEERED: Table = {
     "kl_budget": [alone(0.6, total_episodes=24, kl_coef=0.05)],
@@ -206,7 +212,8 @@ TABLES: dict[str, Table] = {
     "reinforce": KL | CLIPPED | {"gamma": [0.4]},
     "rloo": KL | CLIPPED | GROUPED | {"whiten_advantages": [True]},
     "grpo": KL | CLIPPED | GROUPED
-    | {"kl_estimator": ["k2"], "scale_rewards": [False], "importance_sampling_level": ["sequence"]},
+    | {"kl_estimator": ["k2"], "scale_rewards": [False], "scale_rewards_by": [alone("batch")]}
+    | {"importance_sampling_level": ["sequence"]},
     "best_of_n": GROUPED,
 }  # fmt: skip
 

@@ -83,6 +83,8 @@ def credit(o: dict[str, Any], scored: Scored, kl_coef: float) -> tuple[list[Row]
         means = [sum(scores[j] for j in rows) / group for rows in groups]
         squares = [sum((scores[j] - m) ** 2 for j in rows) for rows, m in zip(groups, means, strict=True)]
         over = [math.sqrt(s / (group - 1)) + 1e-4 if o["scale_rewards"] else 1.0 for s in squares]
+        if o["scale_rewards"] and o["scale_rewards_by"] == "batch":
+            over = [torch.tensor(scores, dtype=torch.float64).std(correction=0).item() + 1e-4] * len(groups)
         centred = [(s - m) / d for s, m, d in zip(scores, means, over, strict=True)]
         return on_tokens(centred, scored.old), on_tokens(scores, scored.old)
     rows = rewards(o, scored, kl_coef)
@@ -139,6 +141,10 @@ def policy_loss(o: dict[str, Any], new: Tensor, t: Tokens, kl_coef: float) -> tu
     clipped = -t.advantage * ratio.clamp(1 - o["cliprange"], 1 + high)
     loss = torch.maximum(free, clipped)
     metrics["clip_fraction"] = (clipped > free).double().mean()
+    if o["dual_clip"] is not None:
+        most = torch.where(t.advantage < 0, -t.advantage * o["dual_clip"], math.inf)
+        metrics["dual_clip_fraction"] = (most < loss).double().mean()
+        loss = torch.minimum(loss, most)
     weight, cap = weights(o, t.lengths), o["tis_cap"]
     if cap is not None:  # the sampler has the log-probs of the trainer
         metrics |= {"tis_weight": torch.tensor(min(1.0, cap)), "tis_capped": torch.tensor(float(cap < 1))}

@@ -28,8 +28,8 @@ TEXT_AND_PLACES = {
 """which rows and which model; every algorithm has its own table"""
 OF_THE_ROWS = {"data_seed", "data_split", "eval_fraction", "max_length", "max_prompt_length"}
 """every run has values of its own for them, and trains on the rows that they choose"""
-TESTED_ELSEWHERE = {"truncate", "max_dropped", "skip_bad_rows", "max_bad_steps", "dropout"}
-"""tests/data/prepare/, test_thresholds.py, tests/rlhf/models/test_dropout.py"""
+TESTED_ELSEWHERE = {"truncate", "max_dropped", "skip_bad_rows", "max_bad_steps", "dropout", "resample_groups"}
+"""tests/data/prepare/, test_thresholds.py, tests/rlhf/models/test_dropout.py, tests/step3_ppo/test_resampling.py"""
 HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
 """how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
 REPORTED = {"export_rollouts"}

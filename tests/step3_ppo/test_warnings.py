@@ -33,6 +33,7 @@ NUMBERS: dict[str, Changes] = {
     "negative_kl": {"kl": -0.11, "limit": -0.1, "iterations": 3},
     "kl_above_limit": {"kl": 10.1, "limit": 10.0},
     "equal_advantages": {"raw_advantage_std": 0.0, "score_std": 0.7},
+    "equal_groups": {"equal_groups": 0.6, "limit": 0.5, "iterations": 3},
     "critic_worse_than_mean": {"critic_error": 1.1, "limit": 1.0, "iterations": 15},
     "advantage_of_one_token": {"advantage_peak": 0.51, "limit": 0.5},
     "score_at_clip": {"score_at_clip": 0.51, "limit": 0.5},

@@ -262,6 +262,7 @@ PARITY: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo, zero 3": ("ppo", {"zero_stage": 3}),
     "ppo, critic warm-up": ("ppo", {"critic_warmup_iterations": 1}),
     "grpo, groups of 4": ("grpo", {"num_generations": 4, "num_mini_batches": 4}),
+    "grpo, resampled": ("grpo", {"num_generations": 2, "resample_groups": 2}),
     "best_of_n, 4 minibatches": ("best_of_n", {"num_mini_batches": 4, "batch_size": 16, "total_episodes": 32}),
     "trunk, zero 1": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 1}),
     "trunk, zero 2": ("ppo", {"share_trunk": True, "adapter": "lora,r=4", "zero_stage": 2}),
@@ -271,7 +272,7 @@ PARITY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Runs of step 3 that one process and several must agree on: what tests/options has not, which predicts every
 algorithm on two ranks beside float64. docs/scaling.md has how far they are apart."""
-QUICK = ("ppo, 4 minibatches", "grpo, groups of 4", "shared", "trunk, zero 2")
+QUICK = ("ppo, 4 minibatches", "grpo, groups of 4", "grpo, resampled", "shared", "trunk, zero 2")
 """Those of make test; the others are long."""
 
 

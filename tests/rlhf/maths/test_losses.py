@@ -93,6 +93,18 @@ def test_policy_loss_by_hand() -> None:
     assert float(metrics["ratio_square"]) == pytest.approx((2 * 1.0 + 2 * 0.25) / 4)
 
 
+def test_a_bad_token_that_became_likely_has_a_bounded_loss() -> None:
+    """Ratios 4, 4, 2, 1/2 with advantages 1, -1, -1, -1 and a bound of 3: gains 1.2, -3, -2, -0.8."""
+    d = math.log(2.0)
+    x = torch.tensor([[2 * d, 2 * d, d, -d]], requires_grad=True)
+    advantages, mask = torch.tensor([[1.0, -1.0, -1.0, -1.0]]), torch.ones(1, 4, dtype=torch.bool)
+    loss, metrics = losses.clipped_policy(x, torch.zeros(1, 4), advantages, mask, CLIP, 4, dual_clip=3.0)
+    assert float(loss.detach()) == pytest.approx((-1.2 + 3 + 2 + 0.8) / 4)
+    assert float(metrics["dual_clip_fraction"]) == 0.25 and float(metrics["clip_fraction"]) == 0.5
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient.flatten().tolist() == pytest.approx([0.0, 0.0, 2 / 4, 0.0])
+
+
 def test_first_minibatch_is_the_policy_gradient() -> None:
     _, (old, advantages) = inputs()
     x = old.clone().requires_grad_()
