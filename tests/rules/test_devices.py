@@ -4,7 +4,9 @@ An operation on tensors of two devices fails here as it would on a GPU. The host
 number that it needs, never within a decode step or a micro-batch: a GPU without queued work idles.
 """
 
+import ast
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import torch
 
 from tests.support import device_runs, forked
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and torch takes one kind of device")
+ROOT = Path(__file__).parents[2]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and torch takes one kind of device")
 
 RUNS = [name for name in device_runs.runs(Path()) if name != "instrument"]
 ENGINE = ("rlhf/engine/training.py:step", "rlhf/distributed/tensor_parallel.py:gradient_norm")
@@ -53,6 +56,7 @@ def waits_of(run: list[tuple[str, int]]) -> dict[str, int]:
     return {name: n for name, n in counts.items() if name.split()[0] != "elsewhere" and not name.endswith("__init__")}
 
 
+@without_gpu
 def test_the_device_refuses_mixed_operands_and_counts_waits(results: dict[str, Any]) -> None:
     on_gpu = results["numbers"]["instrument"]["gpu"]
     free = ("arithmetic", "an upload")
@@ -60,6 +64,7 @@ def test_the_device_refuses_mixed_operands_and_counts_waits(results: dict[str, A
     assert on_gpu["counts"] == {name: int(name not in free) for name in on_gpu["counts"]}
 
 
+@without_gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_the_results_are_those_of_a_cpu(results: dict[str, Any], name: str) -> None:
     cpu, gpu = (results["numbers"][name][device] for device in ("cpu", "gpu"))
@@ -68,11 +73,30 @@ def test_the_results_are_those_of_a_cpu(results: dict[str, Any], name: str) -> N
         assert gpu[key] == pytest.approx(cpu[key], rel=SAME, abs=SAME) if "tokens" not in key else gpu[key] == cpu[key]
 
 
+@without_gpu
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_for_numbers_that_it_needs_only(results: dict[str, Any], name: str) -> None:
     assert waits_of(results["waits"][name]) == WAITS[name], results["waits"][name]
 
 
+@without_gpu
 @pytest.mark.parametrize("name", ["decoding", "decoding, padded"])
 def test_the_host_does_not_wait_for_a_decode_step(results: dict[str, Any], name: str) -> None:
     assert results["numbers"][name]["gpu"]["decode_waits"] == {}
+
+
+def for_cuda_alone(code: ast.AST) -> bool:
+    """Whether something is compared with "cuda", or torch.cuda or `is_cuda` is used."""
+    if isinstance(code, ast.Compare | ast.MatchValue):
+        return any(isinstance(x, ast.Constant) and x.value == "cuda" for x in ast.walk(code))
+    return isinstance(code, ast.Attribute) and code.attr in ("cuda", "is_cuda")
+
+
+def test_what_cuda_alone_runs_is_in_a_list_with_the_reason() -> None:
+    """A file with lines that the device of these tests does not run is on docs/machines.md, with the reason."""
+    page = (ROOT / "docs/machines.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (\w+/[\w/]+\.py) \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
+    rooms = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    guarded = [path for path in files if any(map(for_cuda_alone, ast.walk(ast.parse(path.read_bytes()))))]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT)) for path in guarded)
