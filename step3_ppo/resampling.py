@@ -28,14 +28,14 @@ def resample(
     used = collectives.of_all_ranks(iteration.indices[::group])
     for attempt in range(config.resample_groups):
         is_equal = equal(rollout.scores.double().view(-1, group)).tolist()
-        places = [g for g, of_equal_scores in enumerate(collectives.of_all_ranks(is_equal)) if of_equal_scores]
+        positions = [g for g, of_equal_scores in enumerate(collectives.of_all_ranks(is_equal)) if of_equal_scores]
         unused = sorted({*range(len(prompts))} - {*used})
-        others = stream(RESAMPLING, config.seed, iteration.number, attempt).permutation(unused)[: len(places)].tolist()
+        others = stream(RESAMPLING, config.seed, iteration.number, attempt).permutation(unused)[: len(positions)].tolist()
         if not others:
             break
         used += others
         ranks, rank = collectives.dp_size(), collectives.dp_rank()
-        drawn = {g // ranks: index for g, index in zip(places, others, strict=False) if g % ranks == rank}
+        drawn = {g // ranks: index for g, index in zip(positions, others, strict=False) if g % ranks == rank}
         # A rank without one takes part with its first prompt, whose responses are those that it has already.
         drawn = drawn or {0: iteration.indices[0]}
         sampled = learner.sample(prompts, [index for index in drawn.values() for _ in range(group)], iteration.number)
