@@ -30,7 +30,9 @@ def resample(
         is_equal = equal(rollout.scores.double().view(-1, group)).tolist()
         positions = [g for g, of_equal_scores in enumerate(collectives.of_all_ranks(is_equal)) if of_equal_scores]
         unused = sorted({*range(len(prompts))} - {*used})
-        others = stream(RESAMPLING, config.seed, iteration.number, attempt).permutation(unused)[: len(positions)].tolist()
+        others = (
+            stream(RESAMPLING, config.seed, iteration.number, attempt).permutation(unused)[: len(positions)].tolist()
+        )
         if not others:
             break
         used += others

@@ -1,8 +1,8 @@
-"""Whether a response gives the right result, a number (GSM8K) or any text in a column of the data."""
+"""Whether a response gives the right result: a number (GSM8K), a choice, a formula or any text in a column."""
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from rlhf.config import Config as Base
 from rlhf.errors import UserError
 from rlhf.rewards import REFERENCE, Context, Source, columns_of_rows
-from rlhf.rewards._numbers import number
+from rlhf.rewards._comparisons import COMPARISONS
 from rlhf.types import Row, Samples
 
 EVERYTHING = r"(?s).+"
@@ -24,16 +24,18 @@ class Config(Base):
     column: str | None = None
     """column with the right result, or with a list of right results; a.b is the entry b of a column a. By default
     `answer`; if no row has that, `reward_model.ground_truth`, or `reference`, the response in the data"""
-    compare: Literal["number", "text"] = "number"
-    """number: compare the values of the last number in both, no part of an expression, so that $1,200 equals
-    1200.00, 3/4 equals 0.75, and 50% equals 50; text: compare the texts without regard to case and white space"""
+    compare: Literal["number", "text", "choice", "words", "f1", "math"] = "number"
+    """number: the last number in both, no part of an expression, so that $1,200 equals 1200.00, 3/4 equals 0.75, and
+    50% equals 50; text: the texts without regard to case and white space; choice: the last letter of a choice, A to J;
+    words: the words without regard to case, punctuation and articles, as SQuAD has it; f1: the F1 of these words; math:
+    the formulas by math-verify (extra math), so that 1/sqrt(2) equals sqrt(2)/2"""
     pattern: str = EVERYTHING
     """regular expression of the result in a response, without its thought: its last match, or the group in it, counts;
     by default all of it, unless it was cut. Quote it if it has a #, as in pattern='#### (.+)'"""
     column_pattern: str = r"(?s)(?:.*####)?(.+)"
     """the same for the column; by default the text after the last ####, or all text if there is none"""
     right: float = Field(1.0, allow_inf_nan=False)
-    """score of a match"""
+    """score of a match; a result that is partly right (f1) has its share of it, and of `wrong` the rest"""
     wrong: float = Field(0.0, allow_inf_nan=False)
     """score of any other response"""
 
@@ -52,7 +54,7 @@ class Config(Base):
 def build(config: Config, context: Context) -> Source:
     """`right` or `wrong` for each response. One without a result is wrong, as is one that was cut, unless a `pattern`
     finds its result; a row without a result is an error."""
-    normalize = _normalize(config)
+    comparison = COMPARISONS[config.compare]
 
     def score(samples: Samples) -> Tensor:
         values = []
@@ -60,8 +62,9 @@ def build(config: Config, context: Context) -> Source:
         results = check_rows(config, samples.rollout.rows)
         for answer, whole, accepted in zip(samples.answers, ended.tolist(), results, strict=True):
             matched = last_match(config.pattern, answer) if whole else None
-            result = None if matched is None else normalize(matched)
-            values.append(config.right if result is not None and result in accepted else config.wrong)
+            result = None if matched is None else comparison.read(matched)
+            credit = 0.0 if result is None else max(comparison.credit(result, right) for right in accepted)
+            values.append(credit * config.right + (1 - credit) * config.wrong)
         return torch.tensor(values, device=context.device)
 
     return score
@@ -76,32 +79,23 @@ def check_rows(config: Config, rows: Sequence[Row]) -> list[list[Any]]:
     return results
 
 
-def _normalize(config: Config) -> Callable[[str], Any]:
-    return number if config.compare == "number" else normalized_text
-
-
 def last_match(pattern: str, text: str) -> str | None:
     """The last match of `pattern` in `text`, or of the group in it."""
     last = deque(re.finditer(pattern, text), maxlen=1)
     return last[0][last[0].re.groups] if last else None
 
 
-def normalized_text(text: str) -> str | None:
-    """`text` in lower case with single spaces; None if it is empty."""
-    return " ".join(text.split()).casefold() or None
-
-
 def _accepted(item: object, row: Row, cell: object, config: Config) -> Any:
     text = str(item) if isinstance(item, str | int | float) else ""
     matched = last_match(config.column_pattern, text)
-    result = None if matched is None else _normalize(config)(matched)
+    result = None if matched is None else COMPARISONS[config.compare].read(matched)
     if result is None:
         name = config.column or f"answer' or '{REFERENCE}"
         prompt = row.prompt[-1].content[-60:] if row.prompt else ""
         raise UserError(
             f"reward 'match': column '{name}' of the prompt that ends in {prompt!r}: got {str(cell)[-80:]!r}, in which "
             f"there is no {config.compare} to compare (a part of an expression is none); see the options column, "
-            "column_pattern and compare, or write a reward function with a library such as math-verify"
+            "column_pattern and compare; compare=math reads formulas"
         )
     return result
 

@@ -12,8 +12,8 @@ import torch
 from data.sources import files
 from rlhf import rewards
 from rlhf.errors import UserError
+from rlhf.rewards._comparisons import choice, f1, normalized_text, words
 from rlhf.rewards._numbers import number
-from rlhf.rewards.match import normalized_text
 from tests.rlhf.rewards.responses import context, rollout, samples
 
 
@@ -207,3 +207,65 @@ def test_mistakes_are_one_line(spec: str, cells: list[Any], parts: list[str]) ->
     with pytest.raises(UserError) as caught:
         scores(spec, ["1"] * 3, cells)
     assert all(part in str(caught.value) for part in parts) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("B", "B"),
+        ("the answer is (C).", "C"),
+        ("Answer: D", "D"),
+        ("**Answer: A**", "A"),
+        (r"so \boxed{B}", "B"),
+        (r"so \boxed{\text{E}}", "E"),
+        ("(A) is wrong, so (B)", "B"),
+        ("C) Paris", "C"),
+        ("C. Paris is a city", "C"),
+        ("I think\n**D**", "D"),
+        ("A bird in the hand", None),
+        ("I do not know", None),
+        ("Plan B failed", None),
+        ("the answer is Bob's", None),
+        ("", None),
+    ],
+)
+def test_the_last_choice_of_a_text(text: str, expected: str | None) -> None:
+    assert choice(text) == expected
+
+
+def test_words_as_squad_compares_them() -> None:
+    """Worked by hand from the paper's rules: 2 of 3 words of the result and 2 of 4 right ones are common."""
+    assert words("The  Eiffel Tower, (in) PARIS!") == ("eiffel", "tower", "in", "paris")
+    assert words("so <answer>a cat</answer> or <answer>An owl.</answer> it is") == ("owl",)
+    assert words("the, a!") is None
+    assert f1(("cat", "sat", "up"), ("cat", "sat", "on", "mat")) == pytest.approx(2 * (2 / 3) * 0.5 / (2 / 3 + 0.5))
+    assert f1(("cat", "cat"), ("cat",)) == pytest.approx(2 / 3) and f1(("x",), ("y",)) == 0
+
+
+@pytest.mark.parametrize(
+    ("compare", "responses", "cells", "expected"),
+    [
+        ("choice", ["so (B)", "no idea", "Answer: B"], ["B", "A", ["A", "C"]], [1, 0, 0]),
+        ("words", ["the Eiffel tower!", "tower", "Paris."], ["Eiffel Tower", "bridge", ["Rome", "paris"]], [1, 0, 1]),
+        ("f1", ["the Eiffel tower!", "a tower", "Rome"], ["Eiffel Tower", "Tower Bridge", "Paris"], [1, 2 / 3, 0]),
+        (
+            "math",
+            [r"so $\frac{1}{\sqrt{2}}$", r"\boxed{(3, 4)}", "$x + 1$"],
+            [r"\frac{\sqrt{2}}{2}", "(3,4)", "$x + 2$"],
+            [1, 1, 0],
+        ),
+    ],
+)  # fmt: skip
+def test_other_comparisons(compare: str, responses: list[str], cells: list[Any], expected: list[float]) -> None:
+    assert scores(f"match,compare={compare}", responses, cells) == pytest.approx(expected)
+
+
+def test_a_part_of_a_right_result_has_its_part_of_the_score() -> None:
+    spec = "match,compare=f1,right=2,wrong=-1"
+    assert scores(spec, ["owl", "a grey owl", "cat"], ["owl"] * 3) == pytest.approx([2, 2 / 3 * 3 - 1, -1])
+
+
+def test_a_result_that_the_comparison_cannot_read_is_told_while_data_are_read() -> None:
+    for compare, cell in (("choice", "Paris"), ("words", "the"), ("math", "")):
+        with pytest.raises(UserError, match=f"there is no {compare} to compare"):
+            scores(f"match,compare={compare}", ["x"] * 3, [cell] * 3)
