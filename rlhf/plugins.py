@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -225,25 +225,34 @@ def options(folder: str, spec: Spec) -> Any:
 def conforming(plugin: Plugin, contract: type, source: str) -> Plugin:
     """The plug-in, after a check that it has every member of the Protocol `contract`. source: its name or file.
 
-    The methods of a contract are required. Its other members are optional: a missing one is set to the contract's
-    default.
+    The methods of a contract are required. Its other members are optional: a missing one has the contract's default, in
+    an object around the plug-in, which stays as it is.
     Raises: UserError that names a missing member, or one with other arguments than the contract's.
     """
-    optional = get_type_hints(contract)
+    optional, missing = get_type_hints(contract), dict[str, Any]()
     for name, method in vars(contract).items():
         if name not in optional and inspect.isfunction(method) and (name == "__call__" or not name.startswith("_")):
             _require_callable(plugin, name, list(inspect.signature(method).parameters)[1:], source)
     for name, hint in optional.items():
         if not hasattr(plugin, name):
-            try:
-                setattr(plugin, name, vars(contract)[name])
-            except (AttributeError, TypeError):  # a frozen dataclass, or one with slots: a class of this one object
-                kind = type(plugin)
-                members = {"__slots__": (), "__module__": kind.__module__, name: vars(contract)[name]}
-                object.__setattr__(plugin, "__class__", type(kind.__name__, (kind,), members))
+            missing[name] = vars(contract)[name]
         elif (arguments := _arguments(hint)) is not None and getattr(plugin, name) is not None:
             _require_callable(plugin, name, arguments, source)
-    return plugin
+    return cast(Plugin, _WithDefaults(plugin, missing)) if missing else plugin
+
+
+class _WithDefaults:
+    """A plug-in with the optional members that it lacks."""
+
+    def __init__(self, plugin: Any, members: Tree) -> None:
+        self._plugin = plugin
+        vars(self).update(members)
+
+    def __getattr__(self, name: str) -> Any:  # for names that are not found here
+        return getattr(vars(self)["_plugin"], name)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._plugin(*arguments, **named)
 
 
 def _arguments(hint: object) -> list[str] | None:

@@ -187,27 +187,23 @@ class Contract(Protocol):
     def score(self, x: int) -> int: ...
 
 
-class Slotted:
-    __slots__ = ("x",)
-
-    def score(self, x: int) -> int:
-        return x
-
-
 @dataclass(frozen=True, slots=True)
 class Frozen:
     x: int = 3
 
     def score(self, x: int) -> int:
-        return x
+        return x * self.x
+
+    def __call__(self, x: int, twice: bool = False) -> int:
+        return x + twice * x
 
 
-@pytest.mark.parametrize("kind", [Slotted, Frozen])
-def test_a_default_of_the_contract_is_set_on_the_object_alone(kind: type) -> None:
-    """Not on the user's class, whose other objects may be of another run."""
-    plugin = plugins.conforming(kind(), Contract, "mine.py")
-    assert plugin.rewinds is False and plugin.score(2) == 2 and isinstance(plugin, kind)
-    assert not hasattr(kind, "rewinds") and not hasattr(kind(), "rewinds")
+def test_a_default_of_the_contract_leaves_the_users_object_as_it_is() -> None:
+    users = Frozen()
+    plugin: Any = plugins.conforming(users, Contract, "mine.py")
+    assert plugin.rewinds is False and plugin.score(2) == 6 and plugin.x == 3 and plugin(2, twice=True) == 4
+    assert not hasattr(users, "rewinds") and not hasattr(plugin, "winds") and type(users) is Frozen
+    assert plugins.conforming(plugin, Contract, "mine.py") is plugin
 
 
 def test_mistakes_of_a_users_file(folder: str, tmp_path: Path) -> None:
