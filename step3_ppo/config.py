@@ -196,9 +196,10 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     reward: tuple[str, ...] = ("learned",)
     """score sources, each with an optional weight before it: learned (the reward model), another name in rlhf/rewards/
     with its options, or file.py:function; e.g. learned "0.5*length,target=40" (quote the star)"""
-    reward_combine: Literal["sum", "min", "uncertain"] = "sum"
+    reward_combine: Literal["sum", "min", "uncertain", "normalized"] = "sum"
     """how the weighted sources are combined into one score; uncertain = the mean of an ensemble's members, less where
-    they disagree"""
+    they disagree; normalized = the sum, of which the algorithm gets each source's part relative to the other responses
+    to the same prompt (GDPO); needs num_generations of 2 or more"""
     uncertainty_coef: float = Field(0.1, ge=0)
     """reward_combine uncertain: weight of the variance over the members, which is subtracted from their mean"""
     judge: str | None = None
@@ -283,6 +284,8 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     def idle(self) -> Iterator[str]:
         if self.resample_groups and self.num_generations == 1:
             yield "--resample-groups with --num-generations 1"
+        if self.reward_combine == "normalized" and self.num_generations == 1:
+            yield "--reward-combine normalized with --num-generations 1"
         if self.use_score_norm and not self.use_score_scaling:
             yield "--use-score-norm without --use-score-scaling"
         if self.ptx_data_path and self.ptx_coef == 0:

@@ -75,8 +75,11 @@ class Learner:
         return dict(zip(self.scorer.sources.names, rollout.source_scores.unbind(1), strict=True))
 
     def shape(self, rollout: ScoredRollout) -> ScoredRollout:
-        """The rollout with the scores that the algorithm gets: scaled and clipped, if the options say so."""
-        return replace(rollout, scores=self.scaling(rollout.scores))
+        """The rollout with the scores that the algorithm gets: normalized, scaled, clipped, if the options say so."""
+        scores, group = rollout.scores, self.config.num_generations
+        if self.config.reward_combine == "normalized" and group > 1:
+            scores = self.scorer.sources.normalized(rollout.source_scores, group)
+        return replace(rollout, scores=self.scaling(scores))
 
     def steer(self, iteration: Iteration, rollout: ScoredRollout) -> Iteration:
         """The iteration with its coefficient of the KL, which follows from the KL of its own shaped rollout."""

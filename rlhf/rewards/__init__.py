@@ -18,13 +18,14 @@ from rlhf import plugins
 from rlhf.config.options import FrozenOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
+from rlhf.maths.credit import EPSILON
 from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, read_head
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
 from rlhf.types import Row, SampledRollout, Samples
 
-Combine = Literal["sum", "min", "uncertain"]
+Combine = Literal["sum", "min", "uncertain", "normalized"]
 
 UNCERTAINTY_COEF = 0.1
 """weight of the variance over the members of an ensemble"""
@@ -96,6 +97,8 @@ class Sources:
     with the mean of the held-out scores of a reward model as its offset: pairs teach it differences only, so that two
     members which always agree may still be a constant apart.
 
+    Normalized scores are summed too, and the algorithm gets others, `normalized`.
+
     A source of weight 0 is logged, but does not change the score. A source without a score for a response, `NO_SCORE`,
     does not count in its sum or minimum; a response without any score has `NO_SCORE`.
     """
@@ -117,9 +120,28 @@ class Sources:
             variance = weighted_scores.var(0, correction=0)
             return weighted_scores.mean(0) - self.uncertainty_coef * variance, by_name
         without = torch.stack([by_name[each.name] == NO_SCORE for each in counting])
-        neutral, combine = (0.0, Tensor.sum) if self.combine == "sum" else (math.inf, Tensor.amin)
+        neutral, combine = (math.inf, Tensor.amin) if self.combine == "min" else (0.0, Tensor.sum)
         scores = combine(weighted_scores.masked_fill(without, neutral), 0)
         return scores.masked_fill(without.all(0), NO_SCORE), by_name
+
+    def normalized(self, source_scores: Tensor, group: int) -> Tensor:
+        """The sum over the sources of their scores relative to the group's, [B]: a source whose scores differ more
+        counts no more than the others.
+
+            score_i = sum_k w_k (s_ik - mean of the group) / (deviation of the group + 1e-4)
+
+        GDPO (arXiv 2601.05242, eq. 4); a response to which a source does not apply has 0 of it.
+        source_scores [B, N]: of each source, before its weight, in groups of neighbours to one prompt
+        """
+        groups = source_scores.double().view(-1, group, source_scores.shape[1])
+        missing = groups == NO_SCORE
+        counts = (~missing).sum(1, keepdim=True)
+        centred = groups - groups.masked_fill(missing, 0.0).sum(1, keepdim=True) / counts
+        centred = centred.masked_fill(missing, 0.0)
+        deviations = (centred.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+        weights = torch.tensor([source.weight for source in self.sources], dtype=torch.float64)
+        relative = weights * centred / (deviations + EPSILON)
+        return relative.sum(2).view(-1).to(source_scores.dtype)
 
     def disagreement(self, source_scores: Tensor) -> Tensor | None:
         """The standard deviation of the weighted scores over the members of an ensemble, [B]; None without `uncertain`.

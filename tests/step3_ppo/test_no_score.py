@@ -16,7 +16,7 @@ from step3_ppo.rollout import score
 from tests.rlhf.rewards import responses
 from tests.step3_ppo.test_metrics import by_hand
 from tests.support import tiny
-from tests.support.players import Players, first, players, scored_by, twice_each
+from tests.support.players import Players, first, on_stage, players, scored_by, twice_each
 
 pytestmark = pytest.mark.usefixtures("ranks")
 GIVEN = torch.tensor([1.0, 2.0, NO_SCORE, 6.0, 4.0, 4.5, NO_SCORE, NO_SCORE])
@@ -41,6 +41,17 @@ def test_a_group_without_any_has_the_mean_of_all() -> None:
     rollout = scored(players("rloo"), GIVEN, 2)
     assert rollout.scores.tolist() == [1.0, 2.0, 6.0, 6.0, 4.0, 4.5, 3.5, 3.5]  # (1 + 2 + 6 + 4 + 4.5) / 5
     assert scored(players("rloo"), torch.full((8,), NO_SCORE), 2).scores.tolist() == [0.0] * 8
+
+
+def test_the_algorithm_gets_normalized_scores_and_the_metrics_plain_ones() -> None:
+    given = torch.tensor([0.0, 100.0, 3.0, 5.0, 1.0, 1.0, 2.0, 4.0])
+    game = scored_by(players("rloo", num_generations=2, reward_combine="normalized"), lambda _: given)
+    learner = on_stage(game)
+    rollout = learner.score(game.sample(twice_each()))
+    half = 0.5**0.5
+    assert rollout.scores.tolist() == given.tolist()
+    expected = [-half, half, -half, half, 0, 0, -half, half]
+    assert learner.shape(rollout).scores.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def test_metrics_of_a_source_are_of_the_responses_to_which_it_applies() -> None:

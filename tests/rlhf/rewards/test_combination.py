@@ -54,6 +54,16 @@ def test_members_that_disagree_score_less(mine: str, tmp_path: Path) -> None:
         open_sources(specs[:2], context(tmp_path), "uncertain")
 
 
+def test_normalized_sources_count_alike_whatever_their_scale() -> None:
+    """By hand, in groups of two: (1, 3) and (0, 100) each deviate by half their distance over sqrt(1/2); where one
+    source has no score for a response, the other decides, and a group of one score teaches nothing of it."""
+    sources = Sources((WeightedSource("a", 1.0, len), WeightedSource("b", 0.5, len)), "normalized")  # type: ignore[arg-type]
+    scores = torch.tensor([[1.0, 0.0], [3.0, 100.0], [2.0, rewards.NO_SCORE], [6.0, 7.0], [5.0, 5.0], [5.0, 5.0]])
+    half = 0.5**0.5
+    expected = [-1.5 * half, 1.5 * half, -half, half, 0, 0]
+    assert sources.normalized(scores, 2).tolist() == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize(("combine", "expected"), [("sum", [1.0, 2.0, 3.0]), ("min", [1.0, 2.0, 3.0])])
 def test_a_weight_of_0_watches_and_counts_for_nothing(
     combine: rewards.Combine, expected: list[float], mine: str, tmp_path: Path
