@@ -2,8 +2,8 @@
 
     python -m tests.support.device_commands FOLDER NAME
 
-runs the commands of that name in FOLDER/cpu and in FOLDER/gpu, where commands.json has what they print. On the GPU each
-stage of a chain is killed in its second step, and goes on from the checkpoint of the first.
+runs the commands of that name in FOLDER/cpu, in fp32, and in FOLDER/gpu. Each has a commands.json with what they
+print. On the GPU each stage of a chain is killed in its second step, and goes on from the checkpoint of the first.
 """
 
 import builtins
@@ -83,6 +83,8 @@ COMMANDS: dict[str, list[list[str]]] = {
         chain(*DEMO, "--output-dir", "run", "--rehearse", "--sft.max-train-rows", "40", "--reward.max-train-rows", "40",
               "--ppo.total-episodes", "40"),
     ],
+    "bf16": [chain(*DEMO, "--output-dir", "run", "--steps", "1", "--sft.dtype", "bf16"), ["verify", "run"]],
+    "fp16": [chain(*DEMO, "--output-dir", "run", "--steps", "1", "--sft.dtype", "fp16"), ["verify", "run"]],
 }  # fmt: skip
 ANIMALS = ("red fox", "blue crow", "white duck", "black seal", "green frog", "grey wolf")
 TYPED = ("tell me about the red fox in the village", "/reset", "tell me about the blue crow in the field", "/quit")
@@ -168,8 +170,9 @@ def main(folder: Path, name: str) -> None:
     console.quiet_libraries = lambda: None
     device = devices.install()
     launcher.run = Stages(killed=False)
+    in_fp32 = [["fp32" if word in ("bf16", "fp16") else word for word in words] for words in COMMANDS[name]]
     # `verify` compares with what is computed anew, so on the CPU it would tell nothing of the GPU.
-    run_all(folder / "cpu", [words for words in COMMANDS[name] if words[0] != "verify"])
+    run_all(folder / "cpu", [words for words in in_fp32 if words[0] != "verify"])
     devices.use_for_training(device)
     launcher.run = Stages(killed=True)
     run_all(folder / "gpu", COMMANDS[name])

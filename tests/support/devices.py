@@ -57,6 +57,15 @@ class OnGPU(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OnGPU({self.value})"
 
+    @property
+    def data(self) -> Any:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: Any) -> None:  # as DeepSpeed lets weights be views of one flat tensor
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.value = other.value
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -216,6 +225,9 @@ def use_for_training(device: torch.device) -> None:
 
         def current_device(self) -> int:
             return 0
+
+        def is_fp16_supported(self) -> bool:  # a CPU computes it, slowly
+            return True
 
     real_accelerator.set_accelerator(Accelerator())
     collectives.local_device = lambda: device
