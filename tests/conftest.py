@@ -47,6 +47,7 @@ FIRST = (
     "rlhf/kernels/test_compiling.py",
     "rlhf/launch/test_team.py",
     "rlhf/launch/test_launch.py",
+    "rlhf/chain/test_on_a_gpu.py",
     "rlhf/distributed/test_sharding.py",
     "rlhf/chain/test_errors.py",
     "contracts/test_sources.py",
