@@ -103,10 +103,11 @@ def opened(options: Options, compiled: bool = False) -> Iterator[Iterations]:
     from rlhf.generation import open_backend
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
     from step3_ppo.models import set_up
+    from step3_ppo.roles import roles
 
     config, actor, reward = configured(options, compiled)
     with collectives.process_group(config.timeout_s):
-        learner = set_up(config, prepare_tokenizer(load_tokenizer(actor), "auto"), None)
+        learner = set_up(config, roles(config), prepare_tokenizer(load_tokenizer(actor), "auto"), None)
         endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=0)
         yield Iterations(replace(learner, backend=endless), actor, reward)
 
@@ -116,10 +117,11 @@ def ppo(options: Options, results: Results, compiled: bool = False) -> None:
     from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-    from step3_ppo.plan import workload
+    from step3_ppo.roles import roles, workload
 
     device = describe_machine(PlanOptions(), 1)
-    planned = forecast(workload(configured(options, compiled)[0], device.device.kind, {}), device)
+    config, _, _ = configured(options, compiled)
+    planned = forecast(workload(roles(config), config, device.device.kind), device)
     results.add(planned_peak_gb=planned.peak / 1e9, moment=planned.peak_moment.name)
     with opened(options, compiled) as iterations:
         results.add(**iterations.measured(1 if options.tiny else 3))

@@ -128,10 +128,10 @@ def predict(options: Any, processes: int) -> dict[str, Any]:
     from rlhf.plan.devices import PlanOptions
     from rlhf.plan.forecast import forecast
     from rlhf.plan.machine import describe_machine
-    from step1_sft import plan
+    from step1_sft.stage import FINE_TUNING
 
     machine = describe_machine(PlanOptions(device="cpu", devices=processes), processes)
-    stage_forecast = forecast(plan.workload(options, "cpu", {}), machine)
+    stage_forecast = forecast(FINE_TUNING.workload(FINE_TUNING.roles(options), options, "cpu"), machine)
     moments = {moment.name: round(moment.bytes.total) for moment in stage_forecast.moments}
     return {
         "predicted": round(stage_forecast.peak),

@@ -86,15 +86,16 @@ def ours(settings: dict[str, Any], pipe: WorkerPipe) -> None:
     from step3_ppo import stage
     from step3_ppo.inputs import open_data
     from step3_ppo.models import set_up
-    from step3_ppo.resolved import resolve_models
+    from step3_ppo.roles import roles
     from step3_ppo.schedule import Schedule
 
-    config = resolve_models(_config(settings["stage"])).config
+    config = _config(settings["stage"])
+    table = roles(config)
     with collectives.process_group(config.timeout_s):
         pipe.mark_baseline()
-        tokenizer, data = open_data(config, str(config.actor_model))
+        tokenizer, data = open_data(config, table[0].path)
         endless = open_backend("loop", eos_token_id=inputs.NO_TOKEN, pad_token_id=tokenizer.pad_token_id)
-        learner = replace(set_up(config, tokenizer, None), backend=endless)
+        learner = replace(set_up(config, table, tokenizer, None), backend=endless)
         schedule = Schedule(len(data.train), config)
         steps = stage.observe(stage.train(learner, data.train, schedule), learner)
         pipe.ready()

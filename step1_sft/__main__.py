@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None, program: str = "") -> int:
             from rlhf.plan.command import resolve_standalone
             from step1_sft.stage import FINE_TUNING
 
-        FINE_TUNING.run(resolve_standalone(options, FINE_TUNING.workload))
+        FINE_TUNING.run(resolve_standalone(options, FINE_TUNING))
 
     return stage_main(argv, STAGE, lambda _: SFTConfig, run, program)
 

@@ -24,21 +24,21 @@ from rlhf.engine.export import save_policy, saved_adapter
 from rlhf.engine.nonfinite import NonFiniteError
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine, shards_of
-from rlhf.hub.short_names import resolve
 from rlhf.maths import losses
 from rlhf.models import new_rows, sequence_parallel
 from rlhf.models.load import Loading, load_causal_lm, set_dropout
 from rlhf.models.packing import packs_rows
 from rlhf.models.policy import Policy
+from rlhf.plan.activations import PassShape
+from rlhf.roles import Part, tokenizer_of
 from rlhf.storage import manifests
-from rlhf.supervised.runner import Supervised
+from rlhf.supervised.runner import FOLDERS, Supervised
 from rlhf.text.encoder import id_count
-from rlhf.text.tokenizer import load_tokenizer
 from rlhf.types import Metrics, WeightedSequences, length_groups, to_device
 from step1_sft import vocabulary
 from step1_sft.config import STAGE, SFTConfig
-from step1_sft.plan import workload
 
+POLICY = Part("policy", "model", FOLDERS, "lm")
 MEASURED = 200
 """training rows on which tokens are counted"""
 
@@ -89,6 +89,11 @@ def recipe(config: SFTConfig) -> Recipe:
     return Recipe("sft", config.loss_on, config.objective)
 
 
+def shape(config: SFTConfig) -> PassShape:
+    """Rows of `max_length` tokens. Every token but the first may count in the loss."""
+    return PassShape(config.micro_batch_size, config.max_length, config.max_length - 1)
+
+
 def files(config: SFTConfig) -> dict[str, str]:
     """Digests of the files with new tokens."""
     paths = [path for path in (config.add_tokens, config.extend_tokenizer) if path is not None]
@@ -102,8 +107,8 @@ def new_vocabulary(
     """The new ids with the pieces that their texts had before; reports what they save."""
     if config.add_tokens is None and config.extend_tokenizer is None:
         return {}
-    before = load_tokenizer(resolve(model_path))
-    pieces = vocabulary.pieces(before, vocabulary.extended_tokenizer(config, model_path))
+    before = tokenizer_of(model_path)
+    pieces = vocabulary.pieces(before, vocabulary.extended_tokenizer(config, before))
     rows = [list(data.train[i].ids) for i in range(min(len(data.train), MEASURED))]
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     old, new = vocabulary.tokens_per_character(before, tokenizer, texts)
@@ -172,4 +177,13 @@ class FineTuning:
         save_policy(self.engine, saved_adapter(self._config, self._model_path), self._tokenizer, folder)
 
 
-FINE_TUNING = Supervised(STAGE, workload, recipe, FineTuning, tokenizer=vocabulary.extended_tokenizer, files=files)
+FINE_TUNING = Supervised(
+    STAGE,
+    POLICY,
+    shape,
+    recipe,
+    FineTuning,
+    tokenizer=vocabulary.extended_tokenizer,
+    added_ids=vocabulary.added_ids,
+    files=files,
+)

@@ -14,9 +14,9 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 from rlhf import plugins
 from rlhf.adapters import virtual_tokens
 from rlhf.errors import UserError
-from rlhf.hub.short_names import resolve
 from rlhf.hub.untrusted import LOAD_ERRORS, PlainErrors
-from rlhf.text.encoder import Encoder, special_tokens
+from rlhf.roles import tokenizer_of
+from rlhf.text.encoder import Encoder, id_count, special_tokens
 from rlhf.text.tokenizer import load_tokenizer
 from step1_sft.config import SFTConfig
 
@@ -26,12 +26,11 @@ Pieces = dict[int, list[int]]
 """for each new id, the ids that its text had before"""
 
 
-def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model, with the tokens that the options add.
+def extended_tokenizer(config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model with the tokens that the options add.
 
     Raises: UserError if they add none, or with an adapter whose weights are sharded or shared.
     """
-    tokenizer = load_tokenizer(resolve(model_path))
     if config.add_tokens is None and config.extend_tokenizer is None:
         return tokenizer
     if config.adapter is not None and config.zero_stage == 3:
@@ -59,6 +58,16 @@ def extended_tokenizer(config: SFTConfig, model_path: str) -> PreTrainedTokenize
     if config.extend_tokenizer is not None:
         tokenizer = with_tokens_of(tokenizer, config.extend_tokenizer)
     return tokenizer
+
+
+def added_ids(config: SFTConfig, path: str) -> tuple[int, int] | None:
+    """(ids of the tokenizer of the model at `path`, ids with the tokens that the options add); None if they add
+    none."""
+    if config.add_tokens is None and config.extend_tokenizer is None:
+        return None
+    before = tokenizer_of(path)  # a plan also tries settings that `extended_tokenizer` refuses
+    bare = SFTConfig(model=path, add_tokens=config.add_tokens, extend_tokenizer=config.extend_tokenizer)
+    return id_count(before), id_count(extended_tokenizer(bare, before))
 
 
 def with_list(tokenizer: PreTrainedTokenizerBase, path: str) -> PreTrainedTokenizerBase:

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None, program: str = "") -> int:
             from rlhf.plan.command import resolve_standalone
             from step2_reward.stage import REWARD_MODELLING
 
-        REWARD_MODELLING.run(resolve_standalone(options, REWARD_MODELLING.workload))
+        REWARD_MODELLING.run(resolve_standalone(options, REWARD_MODELLING))
 
     return stage_main(argv, STAGE, lambda _: RewardConfig, run, program)
 

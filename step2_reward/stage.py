@@ -39,8 +39,10 @@ from rlhf.models.scalar import (
     score_joined,
     score_separately,
 )
+from rlhf.plan.activations import PassShape
+from rlhf.roles import Part
 from rlhf.storage import disk
-from rlhf.supervised.runner import Supervised
+from rlhf.supervised.runner import FOLDERS, Supervised
 from rlhf.text.dialogues import Template
 from rlhf.text.encoder import id_count
 from rlhf.types import JoinedPairs, Metrics, Pairs, Sequences, length_groups, to_device
@@ -48,8 +50,10 @@ from step2_reward import objectives
 from step2_reward.config import STAGE, RewardConfig
 from step2_reward.heldout import PairScores, evaluate, require_converged, score_pairs
 from step2_reward.objectives import Objective, ScoredPairs
-from step2_reward.plan import workload
 
+REWARD_MODEL = Part("reward model", "model", FOLDERS, "scalar")
+RANKED = "one pair a row is assumed; a ranked list of K responses is K (K - 1) / 2 pairs, so many times as long"
+"""A plan reads no data, so it does not know how many responses a ranked list has."""
 MEASURED = 20_000
 """training pairs of which the bag of words learns"""
 Computed = Sequence[Sequences | JoinedPairs]
@@ -135,6 +139,11 @@ def scoring(
     return score_separately
 
 
+def shape(config: RewardConfig) -> PassShape:
+    """Pairs whose sides have `max_length` tokens."""
+    return PassShape(2 * config.micro_batch_size, config.max_length, 0)
+
+
 def new_model(config: RewardConfig, path: str, dtype: torch.dtype, tokenizer_size: int) -> ScalarModel:
     """The model with a new score head."""
     loading = Loading(config.seed, shards_of(config), config.quantize)
@@ -216,5 +225,12 @@ class RewardModelling:
 
 
 REWARD_MODELLING = Supervised(
-    STAGE, workload, recipe, RewardModelling, files=objectives.files, check_options=objectives.load
+    STAGE,
+    REWARD_MODEL,
+    shape,
+    recipe,
+    RewardModelling,
+    note=RANKED,
+    files=objectives.files,
+    check_options=objectives.load,
 )

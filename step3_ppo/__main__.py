@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None, program: str = "") -> int:
     def run(options: Step3Config) -> None:
         with fast_imports():  # imported here because they import torch
             from rlhf.plan.command import resolve_standalone
-            from step3_ppo import plan, resolved, stage
+            from step3_ppo import stage
 
-        stage.run(resolve_standalone(options, plan.workload, resolved.earlier_models(options.output_dir, {})))
+        stage.run(resolve_standalone(options, stage.REINFORCEMENT))
 
     def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
         with fast_imports():

@@ -1,6 +1,6 @@
 """The inputs of step 3, and the checks before it starts."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,25 @@ from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_da
 from data.prepare.encode import Demonstration, Prompt
 from data.read.records import Phase
 from rlhf import adapters, generation, plugins, rewards
-from rlhf.config.options import OwnEngineOptions
+from rlhf.config.options import FrozenOptions, OwnEngineOptions
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
+from rlhf.hub.untrusted import is_adapter
 from rlhf.models import quantized
-from rlhf.models.load import require_context, require_decoder, require_generating
+from rlhf.models.adapter_files import base_of, read_options, same_method
+from rlhf.models.load import load_config, require_context, require_decoder, require_generating
 from rlhf.models.scalar import read_head
 from rlhf.models.splitting import check_split, replicas
 from rlhf.rewards import learned
-from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer, same_ids
+from rlhf.roles import NO_PLANNED, LoadTokenizer, Planned, Role, load_once, tokenizer_of
+from rlhf.text.tokenizer import prepare_tokenizer, same_ids
 from rlhf.training.checkpoints import require_room
-from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps
+from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, check_trunk
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
-from step3_ppo.plan import workload
 from step3_ppo.ptx import open_ptx, ptx_content
-from step3_ppo.resolved import Resolved, learned_models, resolve_models, reward_model_path, source_specs
-from step3_ppo.trunk import check_roles
+from step3_ppo.roles import ACTOR, REFERENCE, REWARD_MODEL, roles, run_reward_model, source_specs, workload
 
 PHASE: Phase = "ppo"
 
@@ -38,7 +39,7 @@ PHASE: Phase = "ppo"
 class Inputs:
     """The models and the data that step 3 starts from."""
 
-    models: Resolved
+    roles: tuple[Role, ...]
     tokenizer: PreTrainedTokenizerBase
     """of the actor, prepared"""
     prompts: PhaseData[Prompt]
@@ -46,16 +47,19 @@ class Inputs:
     """rows of the fine-tuning loss (PPO-ptx); None without it"""
 
 
-def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: int = 1) -> Inputs:
+def check(
+    config: Step3Config, planned: Planned = NO_PLANNED, ranks: int = 1, load: LoadTokenizer | None = None
+) -> Inputs:
     """Find the models and the data, and check them and the options, before a model is loaded or anything is written.
 
-    planned: stages that run before this one, and the model that each starts from; that model is checked in place of the
+    planned: stages that run before this one, and the role that each trains, whose model is checked in place of the
         stage's output, which does not exist yet
+    load: loads tokenizers
     Raises: UserError.
     """
     check_trackers(config.report_to)
-    resolved = resolve_models(config, planned)
-    models = resolved.config
+    load = load or load_once()
+    table = roles(config, planned, load)
     _check_engines(config, ranks)
     ranks = _replicas(config, ranks)
     check_batches(config, ranks)
@@ -70,25 +74,15 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
         )
     if config.eval_samples < ranks:
         raise UserError(f"--eval-samples {config.eval_samples}: expected at least one for each of {ranks} processes")
-    for name in resolved.paths:
-        path = str(getattr(models, name))
-        if path == POLICY:  # of its own accord, in place of a reward model with other tokens
-            continue
-        require_decoder(path)
-        if name == "actor_model":
-            require_generating(path)
-        # Whether the context of a reward model is long enough depends on its own tokenizer (_check_lengths).
-        check_start(path, config.chat_template, 0 if name == "reward_model" else tokens, config.convert_template)
-        if name != "reward_model":
-            check_split(config, path)
-        if name not in resolved.planned and name != "actor_model":
-            read_head(resolve(path))
-    check_roles(resolved)
-    _check_sources(models)
-    require_room(Path(config.output_dir) / STAGE.name, workload(models, "cpu", {}).checkpoints)
-    tokenizer, data = open_data(config, str(models.actor_model))
+    for role in table:
+        if role.part is ACTOR or (role.start is not ACTOR and role.part is not REFERENCE):
+            _check_model(config, role, tokens, load)
+    check_trunk_roles(config, table)
+    _check_sources(config, table, load)
+    require_room(Path(config.output_dir) / STAGE.name, workload(table, config, "cpu").checkpoints)
+    tokenizer, data = open_data(config, table[0].path, load)
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
-    _check_lengths(models, "reward_model" in resolved.planned, tokenizer, data)
+    _check_lengths(config, table, tokenizer, data, load)
     _check_rows(config, data)
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
@@ -97,7 +91,69 @@ def check(config: Step3Config, planned: Mapping[str, str] | None = None, ranks: 
             raise UserError(
                 f"--ptx-batch-size {config.ptx_batch_size}: only {len(ptx_rows)} rows; lower it or add rows"
             )
-    return Inputs(resolved, tokenizer, data, ptx_rows)
+    return Inputs(table, tokenizer, data, ptx_rows)
+
+
+def _check_model(config: Step3Config, role: Role, tokens: int, load: LoadTokenizer) -> None:
+    """tokens: of a prompt and its response. Raises: UserError for a model that cannot be what its role needs."""
+    scores = role.part is REWARD_MODEL
+    require_decoder(role.path)
+    if role.part is ACTOR:
+        require_generating(role.path)
+    # Whether the context of a reward model is long enough depends on its own tokenizer (_check_lengths).
+    template = "auto" if scores and not role.inputs else config.chat_template  # a named one keeps its own
+    check_start(role.path, template, 0 if scores else tokens, config.convert_template, load)
+    if not scores:
+        check_split(config, role.path)
+    if role.part.kind == "scalar" and not role.planned:
+        read_head(resolve(role.path))
+
+
+def check_trunk_roles(config: Step3Config, table: Sequence[Role]) -> None:
+    """Check that all models of the run can be adapters on one base model.
+
+    Raises: UserError for a model of another base, or an option that only separate models support.
+    """
+    if not config.share_trunk:
+        return
+    actor = resolve(table[0].path)
+    base = base_of(actor)
+    check_trunk(config, base)
+    _check_trunk_options(config)
+    if is_adapter(Path(actor)):
+        own, requested = read_options(actor), adapters.peft_options(str(config.adapter), load_config(base))
+        if requested is None or not same_method(own, requested):
+            raise UserError(
+                f"--share-trunk: the policy continues the adapter of '{actor}', but --adapter {config.adapter} has "
+                "other options; expected those with which it was trained"
+            )
+    for role in table:
+        if not role.on_trunk or role.part.kind == "lm" or role.start is ACTOR:
+            continue
+        path = resolve(role.path)
+        whole = not role.planned and not is_adapter(Path(path))
+        if whole or base_of(path) != base:
+            got = "whole weights" if whole else f"an adapter on '{base_of(path)}'"
+            option = next(iter(role.inputs), role.part.option)
+            raise UserError(
+                f"--share-trunk: {option.replace('_', ' ')} '{path}': got {got}, expected an adapter on the policy's "
+                f"base model '{base}': train it there with --share-trunk, or remove the option"
+            )
+
+
+def _check_trunk_options(config: Step3Config) -> None:
+    for name, options in {"reference": config.reference, "reward_models": config.reward_models}.items():
+        if options != FrozenOptions():
+            raise UserError(
+                f"{name}: got engine options with --share-trunk, expected none: it is an adapter of the actor"
+            )
+    for name, trained in {"actor": config.actor, "critic": config.critic}.items():
+        for option in ("gradient_checkpointing", "quantize"):
+            if getattr(trained, option) not in (None, getattr(config, option)):
+                raise UserError(
+                    f"{name}.{option}: got its own value with --share-trunk; expected that of all roles, which are one "
+                    "model"
+                )
 
 
 def _replicas(config: Step3Config, ranks: int) -> int:
@@ -156,11 +212,11 @@ def _backend_options(config: Step3Config, eos_token_id: int, pad_token_id: int) 
     }
 
 
-def open_data(config: Step3Config, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
+def open_data(
+    config: Step3Config, model_path: str, load: LoadTokenizer = tokenizer_of
+) -> tuple[PreTrainedTokenizerBase, PhaseData[Prompt]]:
     """The prepared tokenizer of the actor at `model_path`, and the prompts in its ids."""
-    tokenizer = prepare_tokenizer(
-        load_tokenizer(resolve(model_path)), config.chat_template, config.chat_template_kwargs
-    )
+    tokenizer = prepare_tokenizer(load(model_path), config.chat_template, config.chat_template_kwargs)
     return tokenizer, open_datasets(config, Recipe(PHASE), tokenizer)
 
 
@@ -198,30 +254,30 @@ def content(config: Step3Config) -> dict[str, str]:
     return fingerprints(config, PHASE) | ptx_content(config)
 
 
-def _check_sources(config: Step3Config) -> None:
-    tokenizer = load_tokenizer(resolve(str(config.actor_model)))
-    context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, str(config.reward_model), 1)
+def _check_sources(config: Step3Config, table: Sequence[Role], load: LoadTokenizer) -> None:
+    tokenizer, reward_model = load(table[0].path), run_reward_model(config, table)
+    context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, reward_model, 1)
     rewards.check_weights(config.reward, config.reward_combine)
     for spec in source_specs(config):
         rewards.check_source(spec, context)
 
 
 def _check_lengths(
-    config: Step3Config, planned: bool, tokenizer: PreTrainedTokenizerBase, data: PhaseData[Prompt]
+    config: Step3Config,
+    table: Sequence[Role],
+    tokenizer: PreTrainedTokenizerBase,
+    data: PhaseData[Prompt],
+    load: LoadTokenizer,
 ) -> None:
-    """Raises: UserError if a reward model cannot score a response to every prompt, in its own tokens.
-
-    planned: the reward model of the run is not trained yet, and will have the run's chat template
-    """
-    for model in learned_models(config):
-        path = reward_model_path(config, model)
-        chat_template = config.chat_template if planned and model is None else "auto"
-        own_tokenizer = prepare_tokenizer(load_tokenizer(resolve(path)), chat_template)
+    """Raises: UserError if a reward model cannot score a response to every prompt, in its own tokens."""
+    for role in (role for role in table if role.part is REWARD_MODEL):
+        chat_template = config.chat_template if role.planned else "auto"  # it will be trained with the run's
+        own_tokenizer = prepare_tokenizer(load(role.path), chat_template)
         if same_ids(own_tokenizer, tokenizer):
-            require_context(path, config.max_prompt_length + config.response_length)
+            require_context(role.path, config.max_prompt_length + config.response_length)
         else:
             prompts = [item.row for part in (data.train, data.evaluation) for item in part]
-            learned.require_fitting(path, own_tokenizer, prompts)
+            learned.require_fitting(role.path, own_tokenizer, prompts)
 
 
 def _check_rows(config: Step3Config, data: PhaseData[Prompt]) -> None:

@@ -1,61 +1,86 @@
 """The models of step 3 and the algorithm: loading, engines, and their state in a checkpoint."""
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PromptDataset
 from data.prepare.encode import Demonstration
 from rlhf import adapters, console, kernels, rewards
 from rlhf.adapters import Adapter
+from rlhf.config.options import TrainingOptions
 from rlhf.distributed import collectives
 from rlhf.engine import frozen, training
 from rlhf.engine.ema import EMA
 from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import Engine
+from rlhf.hub.untrusted import is_adapter
+from rlhf.models.adapter_files import base_of
+from rlhf.models.head import ScoreHead
 from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
-from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model
+from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model, read_head
+from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
+from rlhf.roles import Role, role_of, with_options
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
-from step3_ppo.config import POLICY, SHARED, Step3Config
+from step3_ppo.config import Step3Config
 from step3_ppo.inputs import open_backend
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner
 from step3_ppo.ptx import Ptx, describe_ptx
+from step3_ppo.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, run_reward_model
 from step3_ppo.rollout import Reference, Scorer, ScoreScaling
 from step3_ppo.schedule import iterations
-from step3_ppo.trunk import open_roles
+
+
+@dataclass(frozen=True, slots=True)
+class OnTrunk:
+    """The models on one base model. No critic: the algorithm has none, or it is a head of the actor."""
+
+    actor: PolicyRole | ActorCriticRole
+    reference: PolicyRole
+    critic: ScalarRole | None
+    rewards: Mapping[str, ScalarRole]
+    """by path"""
 
 
 def set_up(
-    config: Step3Config, tokenizer: PreTrainedTokenizerBase, ptx_rows: PromptDataset[Demonstration] | None
+    config: Step3Config,
+    table: Sequence[Role],
+    tokenizer: PreTrainedTokenizerBase,
+    ptx_rows: PromptDataset[Demonstration] | None,
 ) -> Learner:
-    """Load every model and build the engines. config: with the paths of all models; ptx_rows: of PPO-ptx"""
+    """Load every model of the table and build the engines. ptx_rows: of PPO-ptx"""
     if config.torch_compile and config.rescore:
         kernels.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
-    context = reward_context(config, tokenizer)
-    algorithm, ids = algorithms.load(config), id_count(tokenizer)
-    has_critic, roles = algorithm.value_loss is not None, None
+    table = with_options(table, config)  # they may have a compiler since the table was made
+    policy_role, reference_role, *_ = table
+    critic_role = role_of(table, CRITIC)
+    context = reward_context(config, table, tokenizer)
+    algorithm, ids, on_trunk = algorithms.load(config), id_count(tokenizer), None
     if config.share_trunk:
-        roles = open_roles(config, context.dtype, ids)
-        context = replace(context, loaded=roles.rewards)
+        on_trunk = open_trunk(config, table, context.dtype, ids)
+        context = replace(context, loaded=on_trunk.rewards)
     steps_per_iteration = config.num_ppo_epochs * config.num_mini_batches
     critic_steps = iterations(config) * steps_per_iteration
     actor_steps = critic_steps - config.critic_warmup_iterations * steps_per_iteration
-    shares_actor = has_critic and config.critic_model == SHARED
-    policy = _policy(config, context, ids, shares_actor) if roles is None else roles.actor
+    shares_actor = critic_role is not None and critic_role.of is not None
+    policy = _policy(config, policy_role, context, ids, shares_actor) if on_trunk is None else on_trunk.actor
     rates = {HEAD: config.critic_learning_rate} if shares_actor else {}
     actor = Engine(policy, config.actor_options, critic_steps if shares_actor else actor_steps, "actor", rates)
     reference: FrozenEngine | Adapter
-    if roles is None:
-        reference = _reference(config, context, ids)
+    if on_trunk is None:
+        reference = _reference(config, reference_role, context, ids)
     else:
-        reference = FrozenEngine(roles.reference, config.reference_options, context.dtype)
+        reference = FrozenEngine(on_trunk.reference, config.reference_options, context.dtype)
     critic: Engine | None = actor if shares_actor else None
-    if has_critic and not shares_actor:
-        value_model = (None if roles is None else roles.critic) or _value_model(config, context, ids)
+    if critic_role is not None and not shares_actor:
+        value_model = (None if on_trunk is None else on_trunk.critic) or _value_model(config, critic_role, context, ids)
         critic = Engine(value_model, config.critic_options, critic_steps, "critic")
     scorer = Scorer(
         reference=Reference(reference),
@@ -83,41 +108,85 @@ def set_up(
     )
 
 
-def _policy(config: Step3Config, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
-    options = config.actor_options
-    loading = Loading(config.seed, training.shards_of(options), options.quantize)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, loading)
-    adapters.wrap(lm, config.adapter)
+def _policy(config: Step3Config, role: Role, context: rewards.Context, vocabulary: int, has_critic: bool) -> Policy:
+    lm = load_causal_lm(role.path, context.dtype, vocabulary, _loading(config, role))
+    adapters.wrap(lm, role.adapter)
     return ActorCritic(lm, new_head(lm, context.dtype, config.seed)) if has_critic else Policy(lm)
 
 
-def _reference(config: Step3Config, context: rewards.Context, vocabulary: int) -> FrozenEngine | Adapter:
-    if config.adapter is not None:
-        return adapters.open_adapter(config.adapter)
+def _reference(config: Step3Config, role: Role, context: rewards.Context, vocabulary: int) -> FrozenEngine | Adapter:
+    if role.of is not None:
+        return adapters.open_adapter(str(config.adapter))
     shards = frozen.shards_of(config.reference_options, context.dtype)
-    lm = load_causal_lm(str(config.actor_model), context.dtype, vocabulary, Loading(config.seed, shards))
+    lm = load_causal_lm(role.path, context.dtype, vocabulary, Loading(config.seed, shards))
     return FrozenEngine(Policy(lm), config.reference_options, context.dtype)
 
 
-def _value_model(config: Step3Config, context: rewards.Context, vocabulary: int) -> ScalarModel:
-    options = config.critic_options
-    loading = Loading(config.seed, training.shards_of(options), options.quantize)
-    if config.critic_model == POLICY:
-        model = new_scalar_model(str(config.actor_model), context.dtype, vocabulary, loading)
-    else:
-        model = load_scalar_model(str(config.critic_model), context.dtype, vocabulary, loading)
-    model.backbone = adapters.wrap(model.backbone, config.adapter)
+def _value_model(config: Step3Config, role: Role, context: rewards.Context, vocabulary: int) -> ScalarModel:
+    load = new_scalar_model if role.start is ACTOR else load_scalar_model
+    model = load(role.path, context.dtype, vocabulary, _loading(config, role))
+    model.backbone = adapters.wrap(model.backbone, role.adapter)
     return model
 
 
-def reward_context(config: Step3Config, tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
+def _loading(config: Step3Config, role: Role) -> Loading:
+    assert isinstance(role.options, TrainingOptions)
+    return Loading(config.seed, training.shards_of(role.options), role.options.quantize)
+
+
+def open_trunk(config: Step3Config, table: Sequence[Role], dtype: torch.dtype, vocabulary: int) -> OnTrunk:
+    """Load the base model once, and the adapters of all roles.
+
+    The policy starts as the actor model's adapter, and the reference is a frozen copy of it. If the actor model has no
+    adapter, the policy starts as a new one, and the reference is the base model alone.
+    """
+    actor, reference, *_ = table
+    trunk = Trunk(
+        load_causal_lm(base_of(actor.path), dtype, vocabulary, Loading(config.seed, quantize=config.quantize))
+    )
+    _start_as_policy(trunk, actor)
+    if reference.of is None:
+        trunk.load(REFERENCE.on_trunk_as, reference.path)
+    critic, critic_role = None, role_of(table, CRITIC)
+    if critic_role is not None and critic_role.of is None:
+        if critic_role.start is ACTOR:
+            _start_as_policy(trunk, critic_role)
+            critic = ScalarRole(trunk, CRITIC.on_trunk_as, new_head(trunk.lm, dtype, config.seed), trained=True)
+        else:
+            critic = _scalar(trunk, critic_role, CRITIC.on_trunk_as, dtype)
+    scorers: dict[str, ScalarRole] = {}
+    for role in table:
+        if role.part is REWARD_MODEL and role.on_trunk and role.path not in scorers:
+            name = f"{REWARD_MODEL.on_trunk_as}-{len(scorers)}" if scorers else REWARD_MODEL.on_trunk_as
+            scorers[role.path] = _scalar(trunk, role, name, dtype)
+    policy: PolicyRole | ActorCriticRole = PolicyRole(trunk, ACTOR.on_trunk_as)
+    if critic_role is not None and critic is None:
+        policy = ActorCriticRole(trunk, ACTOR.on_trunk_as, new_head(trunk.lm, dtype, config.seed))
+    return OnTrunk(policy, PolicyRole(trunk, REFERENCE.on_trunk_as, trained=False), critic, scorers)
+
+
+def _start_as_policy(trunk: Trunk, role: Role) -> None:
+    if is_adapter(Path(role.path)):
+        trunk.load(role.part.on_trunk_as, role.path)
+        return
+    options = adapters.peft_options(str(role.adapter), trunk.lm.config)
+    assert options is not None  # check_trunk has refused it
+    trunk.create(role.part.on_trunk_as, options)
+
+
+def _scalar(trunk: Trunk, role: Role, name: str, dtype: torch.dtype) -> ScalarRole:
+    trunk.load(name, role.path)
+    return ScalarRole(trunk, name, ScoreHead(read_head(role.path), dtype), role.trained)
+
+
+def reward_context(config: Step3Config, table: Sequence[Role], tokenizer: PreTrainedTokenizerBase) -> rewards.Context:
     """The context with which the score sources and the judge of this run are opened."""
     device = collectives.local_device()
     return rewards.Context(
         tokenizer=tokenizer,
         device=device,
         dtype=compute_dtype(config, device),
-        reward_model=str(config.reward_model),
+        reward_model=run_reward_model(config, table),
         micro_batch_size=config.rollout_batch_size,
         model_options=config.reward_model_options,
     )

@@ -19,6 +19,7 @@ from rlhf.engine.precision import compute_dtype
 from rlhf.errors import UserError
 from rlhf.plan.compile_choice import choose_compiler
 from rlhf.report.verdict import stage_verdict
+from rlhf.roles import inputs
 from rlhf.training import random_sources
 from rlhf.training.checkpoints import Numbers, Resumable
 from rlhf.training.evaluations import Best, EvaluationSchedule, with_evaluations
@@ -41,10 +42,9 @@ from step3_ppo.inputs import check, content
 from step3_ppo.learner import Learner
 from step3_ppo.metrics import credit_metrics, group_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import set_up
-from step3_ppo.plan import workload
 from step3_ppo.ptx import ptx_content
 from step3_ppo.resampling import resample
-from step3_ppo.resolved import describe_critic, inputs
+from step3_ppo.roles import named_roles, notes, roles, workload
 from step3_ppo.rollout import score
 from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.warnings import Watch
@@ -178,23 +178,23 @@ def describe_left_out(prompts: int, config: Step3Config) -> None:
 
 def run(config: Step3Config) -> None:
     """The stage from its inputs to OUT/step3_ppo: actor, critic, metrics.jsonl, manifest.json; nothing if finished."""
-    stage_status = report_status(STAGE, config, inputs(config), partial(content, config))
+    stage_status = report_status(STAGE, config, inputs(named_roles(config)), partial(content, config))
     if stage_status == "finished":
         return
     status(f"{STAGE.name}: reading the data")
     checked = check(config, ranks=collectives.world_size())
     collectives.set_ranks_per_replica(config.tensor_parallel_size)
-    user_config, config, tokenizer = config, checked.models.config, checked.tokenizer
-    prompts = checked.prompts.train
-    config = choose_compiler(config, STAGE.name, str(config.actor_model), computed_tokens(config, prompts))
-    with open_run(STAGE, user_config, stage_status, checked.models.paths) as stage, ExitStack() as at_end:
+    user_config, table, tokenizer = config, checked.roles, checked.tokenizer
+    prompts, actor_path = checked.prompts.train, table[0].path
+    config = choose_compiler(config, STAGE.name, actor_path, computed_tokens(config, prompts))
+    with open_run(STAGE, user_config, stage_status, inputs(table)) as stage, ExitStack() as at_end:
         status(f"{STAGE.name}: loading the models")
-        learner = set_up(config, tokenizer, checked.ptx)
+        learner = set_up(config, table, tokenizer, checked.ptx)
         if learner.backend.close is not None:
             at_end.callback(learner.backend.close)
         if config.adapter is not None:
             console.say(f"{STAGE.name}: {adapters.describe_rates(config)}")
-        for note in (describe_critic(user_config, config), learner.kl.note):
+        for note in (*notes(config, table), learner.kl.note):
             if note is not None:
                 console.say(f"{STAGE.name}: {note}")
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, learner.context)
@@ -203,7 +203,7 @@ def run(config: Step3Config) -> None:
         stage.manifest["data"] |= ptx_content(config)
         status(f"{STAGE.name}: responding to the held-out prompts, before training")
         held_out = HeldOut(learner, checked.prompts.evaluation, judge)
-        adapter = saved_adapter(config, str(config.actor_model))
+        adapter = saved_adapter(config, actor_path)
         save_actor = partial(save_policy, learner.actor, adapter, tokenizer)
         dtype = "fp32" if compute_dtype(config, learner.actor.device) == torch.float32 else "bf16"
         schedule, watch = Schedule(len(prompts), config), Watch(dtype, learner.kl.budget, learner.kl.closer)
@@ -245,8 +245,8 @@ def run(config: Step3Config) -> None:
 class Reinforcement:
     """Step 3 as the chain sees it (rlhf.chain.stages.Stage)."""
 
-    inputs, content = staticmethod(inputs), staticmethod(content)
-    workload, check = staticmethod(workload), staticmethod(check)
+    named_roles, roles = staticmethod(named_roles), staticmethod(roles)
+    content, workload, check = staticmethod(content), staticmethod(workload), staticmethod(check)
 
 
 REINFORCEMENT = Reinforcement()

@@ -57,29 +57,32 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
     """
     from rlhf.adapters import require_merging
     from rlhf.chain.steps import chosen_steps, describe_skipped
+    from rlhf.roles import Role, inputs, load_once
     from rlhf.storage import manifests
     from rlhf.training import progress
 
-    planned: dict[str, str] = {}
+    planned: dict[str, Role] = {}
+    load_tokenizer = load_once()
     todo: dict[int, StageOptions] = {}
     finished = []
     for step in chosen_steps(chain):
         options, name, stage = getattr(chain, SECTIONS[step]), STAGES[step].name, load(step)
         manifests.require_writable(chain.output_dir, name)
         content = partial(stage.content, options)
-        state = progress.stage_status(STAGES[step], options, stage.inputs(options), content, planned)
+        named = inputs(stage.named_roles(options))
+        state = progress.stage_status(STAGES[step], options, named, content, planned)
         if state == "finished":
             finished.append(name)
             continue
         try:
             if 1 in todo:
                 require_merging(todo[1].adapter, f"{name}, which follows it,")
-            stage.check(options, planned, processes)
+            stage.check(options, planned, processes, load_tokenizer)
         except UserError as error:
             raise UserError(f"{name}: {console.as_typed(str(error), typed_names(SECTIONS[step], options))}") from None
         todo[step] = options
         if step < 3:
-            planned[name] = manifests.planned_start(options.model, chain.output_dir, planned) or options.model
+            planned[name] = stage.roles(options, planned, load_tokenizer)[0]
     for line in describe_skipped(chain):
         print(line, flush=True)
     for name in finished:

@@ -2,39 +2,41 @@
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf.chain.options import SECTIONS
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
 from rlhf.plan.choose import as_flags
-from rlhf.plan.command import WorkloadOf, format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.command import AUTO, WorkloadOf, format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
-from rlhf.plan.forecast import Workload
 from rlhf.plan.machine import NODE
-from rlhf.storage.manifests import planned_start
-from step1_sft import plan as sft_plan
-from step2_reward import plan as reward_plan
-from step3_ppo import plan as ppo_plan
-from step3_ppo.resolved import earlier_models
+from rlhf.plan.sizes import local_tokenizer
+from rlhf.roles import Role
 
 
-def workloads(chain: Any) -> tuple[dict[str, tuple[Any, WorkloadOf]], dict[str, str]]:
-    """(options and workload function of each chosen stage, models that step 3 starts from)"""
-    steps, planned = chosen_steps(chain), {"actor_model": chain.sft.model, "reward_model": chain.reward.model}
-    functions: dict[int, WorkloadOf] = {step: load(step).workload for step in steps}
-    if 1 in steps:  # later stages start from what it saves
-        extended, from_step_1 = sft_plan.added_ids(chain.sft, chain.sft.model), ["actor_model"]
-        if planned_start(chain.reward.model, chain.output_dir, {STAGES[1].name: chain.sft.model}):
-            planned |= {"reward_model": chain.sft.model, "model": chain.sft.model}  # both stages start from it
-            from_step_1.append("reward_model")
-        if extended is not None:
-            ids = dict.fromkeys(from_step_1, extended[1])
-            later: dict[int, Callable[..., Workload]] = {2: reward_plan.workload, 3: ppo_plan.workload}
-            functions |= {step: partial(later[step], ids=ids) for step in steps if step in later}
-    stages = {SECTIONS[step]: (getattr(chain, SECTIONS[step]), functions[step]) for step in steps}
-    return stages, earlier_models(chain.output_dir, planned)
+def workloads(chain: Any, change: Callable[[Any], Any] = lambda options: options) -> dict[str, tuple[Any, WorkloadOf]]:
+    """(options, workload) of each chosen stage, by section. Models that earlier stages have made are taken, else those
+    from which these stages start.
+
+    change: of the options of every stage
+    Raises: UserError.
+    """
+    steps, planned = chosen_steps(chain), dict[str, Role]()
+    stages: dict[str, tuple[Any, WorkloadOf]] = {}
+    for step in range(1, max(steps) + 1):  # what earlier steps start from represents their models
+        stage, options = load(step), change(getattr(chain, SECTIONS[step]))
+        if step not in steps:
+            role = stage.named_roles(options)[0]
+        else:
+            table = stage.roles(options, planned, local_tokenizer)
+            role, stages[SECTIONS[step]] = table[0], (options, partial(stage.workload, table))
+        trained = Path(chain.output_dir) / STAGES[step].name / "model"
+        planned[STAGES[step].name] = replace(role, path=str(trained)) if (trained / "config.json").is_file() else role
+    return stages
 
 
 def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
@@ -43,14 +45,13 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
 
     program, argv: the command as typed
     """
-    stages, model_paths = workloads(chain)
-    plans = plan_stages(stages, chain, processes, model_paths)
+    stages = workloads(chain)
+    plans = plan_stages(stages, chain, processes)
     text = format_plans(plans)
     for trunk in (False, True):
         if all(plan.proposal is not None for plan in plans):
             break
-        trial = {section: (_with_adapter(options, trunk), work) for section, (options, work) in stages.items()}
-        plans = plan_stages(trial, chain, processes, model_paths)
+        plans = plan_stages(workloads(chain, partial(_with_adapter, trunk=trunk)), chain, processes)
     named = zip(stages, plans, strict=True)
     proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
     if len(proposals) < len(plans):
@@ -90,9 +91,11 @@ def _without_plan(argv: list[str]) -> list[str]:
 
 def resolve_zero_stages(chain: Any, processes: int) -> Any:
     """Replace `--zero-stage auto` by the first setting that fits, and print it. Raises: UserError if none fits."""
-    stages, model_paths = workloads(chain)
+    if all(getattr(chain, SECTIONS[step]).zero_stage != AUTO for step in chosen_steps(chain)):
+        return chain
     resolved = {
-        section: resolve_zero_stage(options, workload, chain, processes, model_paths)
-        for section, (options, workload) in stages.items()
+        section: resolve_zero_stage(options, workload, chain, processes)
+        for section, (options, workload) in workloads(chain).items()
+        if options.zero_stage == AUTO
     }
     return chain.model_copy(update=resolved)

@@ -132,17 +132,18 @@ def _inputs(
     step: int, options: StageOptions, todo: Mapping[int, StageOptions], folder: Path
 ) -> tuple[dict[str, str], dict[str, str]]:
     """The models that a stage starts from, by option: those that exist, and those that an option names and a stage of
-    `todo` makes, in `folder`. Without an option the stage finds the latter, and the critic, as in the run."""
-    folders = {"actor_model": ("actor", "model"), "model": ("model", "actor")}
+    `todo` makes, in `folder`. Without an option the stage finds the latter as in the run, and a critic where it starts
+    from another role's model."""
     output, makers = Path(options.output_dir).resolve(), {STAGES[maker].name: "" for maker in todo}
     existing, planned = {}, {}
-    for name, path in load(step).inputs(options).items():
-        named = getattr(options, name) is not None
-        if planned_start(path, options.output_dir, makers) is None:
-            if named or name != "critic_model":
-                existing[name] = resolve_model_path(path, *folders.get(name, ("model", "critic")))
-        elif named:
-            planned[name] = str(folder / Path(path).resolve().relative_to(output))
+    for role in load(step).named_roles(options):
+        if not role.inputs:
+            continue
+        part = role.start or role.part
+        if planned_start(role.path, options.output_dir, makers) is None:
+            existing[part.option] = resolve_model_path(role.path, *part.folders)
+        elif getattr(options, part.option) is not None:
+            planned[part.option] = str(folder / Path(role.path).resolve().relative_to(output))
     return existing, planned
 
 

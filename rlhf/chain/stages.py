@@ -1,6 +1,6 @@
 """The stages of the chain: the only list of them, and their contract. Torch-free, except `load`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rlhf.config.declaration import Declaration
@@ -11,6 +11,7 @@ from step3_ppo.config import STAGE as PPO
 
 if TYPE_CHECKING:
     from rlhf.plan.forecast import Workload
+    from rlhf.roles import FindTokenizer, LoadTokenizer, Planned, Role
 
 C = TypeVar("C", contravariant=True)
 STAGES: Mapping[int, Declaration] = {1: SFT, 2: REWARD, 3: PPO}
@@ -20,20 +21,26 @@ STAGES: Mapping[int, Declaration] = {1: SFT, 2: REWARD, 3: PPO}
 class Stage(Protocol[C]):
     """The contract of a stage with the chain. `config`: the stage's options."""
 
-    def inputs(self, config: C, /) -> Mapping[str, str]:
-        """Models that the stage starts from: directories, hub ids or short names, by option."""
+    def named_roles(self, config: C, /) -> "Sequence[Role]":
+        """Its models as the options name them, or as an earlier stage makes them. Reads no file."""
+
+    def roles(self, config: C, planned: "Planned", find: "FindTokenizer", /) -> "Sequence[Role]":
+        """Its models: the first is the one that it trains for later stages.
+
+        planned: stages that run before this one, and the role that each trains
+        Raises: UserError.
+        """
 
     def content(self, config: C, /) -> Mapping[str, str]:
         """A digest of each local file or folder of its data."""
 
-    def workload(self, config: C, device: str, model_paths: Mapping[str, str], /) -> "Workload":
-        """The workload for a plan. device: cpu or cuda. model_paths: paths of the models of earlier stages, by
-        option."""
+    def workload(self, table: "Sequence[Role]", config: C, device: str, /) -> "Workload":
+        """The work for a plan, with the models of `roles`. device: cpu or cuda"""
 
-    def check(self, config: C, planned: Mapping[str, str], ranks: int, /) -> object:
+    def check(self, config: C, planned: "Planned", ranks: int, load: "LoadTokenizer", /) -> object:
         """Check options, models and data before a model is loaded or anything is written.
 
-        planned: stages that run before this one, and the model that each starts from
+        planned: as of `roles`
         Raises: UserError.
         """
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from rlhf.chain.options import ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.launch.failure_summary import on_every_host
+from rlhf.roles import inputs
 from rlhf.storage.manifests import MANIFEST, planned_start
-from step3_ppo.resolved import inputs
+from step3_ppo.roles import named_roles
 
 
 def needed(chain: ChainConfig) -> tuple[int, ...]:
     """Step 3, and the steps before it whose models it starts from."""
-    paths = inputs(chain.ppo).values()
+    paths = inputs(named_roles(chain.ppo)).values()
     reward = any(_makes(chain, 2, path) for path in paths)
     actor = any(_makes(chain, 1, path) for path in (*paths, *([chain.reward.model] if reward else [])))
     return (*([1] if actor else []), *([2] if reward else []), 3)

@@ -21,7 +21,8 @@ from rlhf.maths import ops
 from rlhf.models import lm_head
 from rlhf.models.lm_head import Entropy
 from rlhf.plan import sizes
-from rlhf.plan.sizes import Head, Setup
+from rlhf.plan.sizes import Setup
+from rlhf.roles import Kind
 
 TRACED = (1, 2)
 """numbers of layers that are traced: each further layer adds as many bytes as the second one"""
@@ -112,7 +113,7 @@ def more_on_gpu(logits: int) -> int:
 
 
 @functools.cache
-def training(model_path: str, head: Head, setup: Setup, shape: PassShape) -> Activations:
+def training(model_path: str, kind: Kind, setup: Setup, shape: PassShape) -> Activations:
     """Peaks of the model at `model_path` in training, with as many layers as its config has.
 
     The largest peak is where the backward pass leaves the head, or (with short rows and a large vocabulary) where
@@ -120,22 +121,22 @@ def training(model_path: str, head: Head, setup: Setup, shape: PassShape) -> Act
     """
     config = sizes.resized_config(model_path, setup)
     models = (
-        _fake_model(with_layers(config, count), head, setup, shape.dtype, shape.checkpointing) for count in TRACED
+        _fake_model(with_layers(config, count), kind, setup, shape.dtype, shape.checkpointing) for count in TRACED
     )
-    (few, embeddings), (more, _) = (_training_peaks(model, mode, head, shape) for model, mode in models)
-    layers = sizes.size(model_path, head, setup).layers
+    (few, embeddings), (more, _) = (_training_peaks(model, mode, kind, shape) for model, mode in models)
+    layers = sizes.size(model_path, kind, setup).layers
     return Activations(few + (more - few) * (layers - TRACED[0]), embeddings)
 
 
 @functools.cache
-def inference(model_path: str, head: Head, setup: Setup, shape: PassShape) -> int:
+def inference(model_path: str, kind: Kind, setup: Setup, shape: PassShape) -> int:
     """Peak bytes beside the weights in a forward pass without gradients; every layer has the same peak."""
     config = with_layers(sizes.resized_config(model_path, setup), TRACED[-1])
-    model, mode = _fake_model(config, head, setup, shape.dtype, False)
+    model, mode = _fake_model(config, kind, setup, shape.dtype, False)
     with mode, torch.no_grad():
         ids = _input_ids(shape)
         with _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])) as live:
-            _outputs(model, head, ids, shape)
+            _outputs(model, kind, ids, shape)
         return live.peak
 
 
@@ -152,11 +153,11 @@ def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 
 
 def _fake_model(
-    config: PreTrainedConfig, head: Head, setup: Setup, dtype: torch.dtype, checkpointing: bool
+    config: PreTrainedConfig, kind: Kind, setup: Setup, dtype: torch.dtype, checkpointing: bool
 ) -> tuple[nn.Module, FakeTensorMode]:
     """(model of fake tensors, with adapters and gradient checkpointing as in training; the mode of these tensors)."""
     with torch.device("meta"):
-        model = sizes.build(config, head, setup).to(dtype).train()
+        model = sizes.build(config, kind, setup).to(dtype).train()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _replace_tensors(model)
@@ -170,7 +171,7 @@ def _input_ids(shape: PassShape) -> Tensor:
 
 
 def _training_peaks(
-    model: nn.Module, mode: AbstractContextManager[Any], head: Head, shape: PassShape
+    model: nn.Module, mode: AbstractContextManager[Any], kind: Kind, shape: PassShape
 ) -> tuple[int, int]:
     """(peak until the first gradient of the layers, peak after their last one) of forward and backward, in bytes."""
     with mode:
@@ -178,7 +179,7 @@ def _training_peaks(
         live, peaks = _LiveBytes(iter([*model.parameters(), *model.buffers(), ids])), dict[str, int]()
         hooks = list(_gradient_hooks(model, live, peaks))
         with live:
-            _outputs(model, head, ids, shape).sum().backward()
+            _outputs(model, kind, ids, shape).sum().backward()
         for hook in hooks:
             hook.remove()
         return peaks["head"], live.peak
@@ -234,9 +235,9 @@ def _output_hooks(layers: nn.ModuleList, live: _LiveBytes, peaks: dict[str, int]
     yield on_gradient(layers[0], "layers")
 
 
-def _outputs(model: Any, head: Head, ids: Tensor, shape: PassShape) -> Tensor:
+def _outputs(model: Any, kind: Kind, ids: Tensor, shape: PassShape) -> Tensor:
     """The inputs of a loss, computed as in rlhf.models: log-probs [B, K], or a scalar per token [B, S]."""
-    if head == "scalar":
+    if kind == "scalar":
         hidden = model["backbone"](input_ids=ids, use_cache=False).last_hidden_state
         return model["score"](hidden).squeeze(-1)
     setattr(model, lm_head.SPLITS, not shape.whole_logits)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from rlhf import console
 from rlhf.config.options import EngineOptions
@@ -12,16 +13,36 @@ from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
 from rlhf.plan.machine import Machine, describe_machine
+from rlhf.plan.sizes import local_tokenizer
 from rlhf.plan.zero import Bytes
+from rlhf.roles import FindTokenizer, Planned, Role
 
 AUTO = "auto"
-WorkloadOf = Callable[[Any, str, Mapping[str, str]], Workload]
-"""`workload(options, kind of device, paths of the models that earlier stages make)` of a stage's plan.py"""
+WorkloadOf = Callable[[Any, str], Workload]
+"""The workload of a stage, from its options and the kind of device."""
 Stages = Mapping[str, tuple[EngineOptions, WorkloadOf]]
 """options and workload of each stage, by its section of options"""
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")
 CELL = 14
 """width of a column; a cell may say `99.9+99.9cpu`"""
+
+
+class PlannedStage(Protocol):
+    """What a plan asks of a stage."""
+
+    def roles(self, config: Any, planned: Planned, find: FindTokenizer, /) -> Sequence[Role]:
+        """Its models. planned: stages that run before it"""
+
+    def workload(self, table: Sequence[Role], config: Any, device: str, /) -> Workload:
+        """Its work with these models. config: perhaps with another setting than the table. device: cpu or cuda"""
+
+
+def bound(stage: PlannedStage, options: Any, planned: Planned) -> WorkloadOf:
+    """The workload of a stage with the models of its options. No model has to be on this machine.
+
+    Raises: UserError.
+    """
+    return partial(stage.workload, stage.roles(options, planned, local_tokenizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +56,11 @@ class StagePlan:
     """the stage's options with the first setting that fits; None if none fits"""
 
 
-def plan_stages(
-    stages: Stages, options: PlanOptions, processes: int, model_paths: Mapping[str, str]
-) -> list[StagePlan]:
+def plan_stages(stages: Stages, options: PlanOptions, processes: int) -> list[StagePlan]:
     """The plan of every stage. `processes`: the number that the run would start on this machine."""
     target = describe_machine(options, processes)
     return [
-        plan_stage(section, own_options, _checked(workload, target, model_paths), target)
+        plan_stage(section, own_options, _checked(workload, target), target)
         for section, (own_options, workload) in stages.items()
     ]
 
@@ -64,18 +83,14 @@ def format_plans(plans: Sequence[StagePlan]) -> str:
     return "\n\n".join([*(plan.text for plan in plans), f"disk for all stages: {gigabytes(disk)} GB"])
 
 
-def resolve_zero_stage(
-    options: C, workload: WorkloadOf, plan_options: PlanOptions, processes: int, model_paths: Mapping[str, str]
-) -> C:
-    """A stage's options with `--zero-stage auto` replaced by the first setting that fits, which a line names. No
+def resolve_zero_stage(options: C, workload: WorkloadOf, plan_options: PlanOptions, processes: int) -> C:
+    """The options of a stage with the first setting that fits in place of `--zero-stage auto`; a line names it. No
     result depends on the choice.
 
     Raises: UserError if no setting fits.
     """
-    if options.zero_stage != AUTO:
-        return options
     target = describe_machine(plan_options, processes)
-    chosen, plan = choose(options, _checked(workload, target, model_paths), target)
+    chosen, plan = choose(options, _checked(workload, target), target)
     if not plan.fits:
         raise UserError(
             f"--zero-stage auto: nothing fits; {shortfall_message(plan)} with the least demanding setting; {CURE}"
@@ -84,15 +99,15 @@ def resolve_zero_stage(
     return chosen
 
 
-def resolve_standalone(options: C, workload: WorkloadOf, model_paths: Mapping[str, str] | None = None) -> C:
-    """The same for a stage that is started without a chain."""
-    return resolve_zero_stage(options, workload, PlanOptions(), collectives.world_size(), model_paths or {})
+def resolve_standalone(options: C, stage: PlannedStage) -> C:
+    """The same for a stage that is started without a chain; other options stay as they are."""
+    if options.zero_stage != AUTO:
+        return options
+    return resolve_zero_stage(options, bound(stage, options, {}), PlanOptions(), collectives.world_size())
 
 
-def _checked(
-    workload: WorkloadOf, target: Machine, model_paths: Mapping[str, str]
-) -> Callable[[EngineOptions], Workload]:
-    """The stage's workload function on this machine, with its mistakes as a UserError."""
+def _checked(workload: WorkloadOf, target: Machine) -> Callable[[EngineOptions], Workload]:
+    """The workload on this machine. It raises a UserError for what a plan cannot count."""
 
     def stage_workload(options: EngineOptions) -> Workload:
         for name in ("tensor_parallel_size", "sequence_parallel_size"):
@@ -101,10 +116,7 @@ def _checked(
                     f"--{name.replace('_', '-')} {getattr(options, name)}: --plan and --zero-stage auto cannot count "
                     "models or rows that are split over devices; choose a stage with --zero-stage 0, 1, 2 or 3"
                 )
-        try:
-            return workload(options, target.device.kind, model_paths)
-        except KeyError as missing:
-            raise UserError(f"no {missing.args[0]}: name one, or run the earlier stages first") from None
+        return workload(options, target.device.kind)
 
     return stage_workload
 
@@ -141,19 +153,19 @@ def report(plan: Forecast) -> str:
 
 
 def _model_label(model: ModelForecast) -> str:
-    options = model.spec.options
-    setting = f"ZeRO-{options.zero_stage}" if model.spec.trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
+    role, options = model.role, model.role.options
+    setting = f"ZeRO-{options.zero_stage}" if role.trained else "frozen" + " ZeRO-3" * (options.zero_stage == 3)
     weights = f"{model.size.total / 1e6:,.1f}M"
-    if model.spec.on_trunk:
+    if role.on_trunk:
         setting += ", on the trunk"
-    elif model.spec.adapter is not None:
+    elif role.adapter is not None:
         weights = f"{model.size.trained / 1e6:.1f}M of {weights}"
-    return f"{model.spec.role} ({setting}, {weights})"
+    return f"{role.part.name} ({setting}, {weights})"
 
 
 def _memory_columns(model: ModelForecast) -> tuple[Bytes, ...]:
     memory, peaks = model.memory, model.activations
-    activations = Bytes(max(peaks.head, peaks.embeddings) if model.spec.trained else peaks.inference)
+    activations = Bytes(max(peaks.head, peaks.embeddings) if model.role.trained else peaks.inference)
     buffers = memory.buffers + memory.passing
     return memory.weights, memory.gradients, memory.optimizer, buffers, activations, Bytes(model.cache), memory.gathered
 

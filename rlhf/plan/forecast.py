@@ -1,55 +1,21 @@
 """One stage: its models, the moments at which its processes use memory, and the largest of them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
+from rlhf.config.options import EngineOptions, effective_stage
 from rlhf.engine.precision import BY_NAME, compute_dtype, with_dtype
 from rlhf.generation._memory import ROUNDED
 from rlhf.plan import activations, zero
 from rlhf.plan.activations import Activations, PassShape
 from rlhf.plan.devices import SLOW_BF16
 from rlhf.plan.machine import PROGRAM, Machine
-from rlhf.plan.sizes import Head, Setup, Size, size
+from rlhf.plan.sizes import Setup, Size, size
 from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """One model of a stage: what it is and with which options it is run."""
-
-    role: str
-    model_path: str
-    head: Head
-    options: EngineOptions | FrozenOptions
-    """of a trained model, or of one used for inference only"""
-    adapter: str | None = None
-    inference_rows: int = 0
-    """rows of a forward pass without gradients, where that is not the stage's micro-batch"""
-    on_trunk: bool = False
-    """whether it is an adapter on the base model of the stage's first model"""
-    ids: tuple[int, int] | None = None
-    """(ids of the tokenizer before this stage adds tokens, ids after it)"""
-
-    @property
-    def trained(self) -> bool:
-        return isinstance(self.options, EngineOptions)
-
-    def size(self) -> Size:
-        """Of the whole model, which computes."""
-        optim = self.options.optim if isinstance(self.options, EngineOptions) else "adamw"
-        setup = Setup(self.adapter, not self.trained, self.options.quantize or "none", optim, self.ids)
-        return size(self.model_path, self.head, setup)
-
-    def stored(self) -> Size:
-        """Of what the model has in memory beside other models."""
-        if not self.on_trunk:
-            return self.size()
-        own = size(self.model_path, self.head, Setup(self.adapter)).trained
-        return replace(self.size(), total=own, outer=0, quantized=0)
+from rlhf.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +39,8 @@ class Workload:
     """The work of a stage, as far as memory and disk depend on it."""
 
     stage: str
-    models: tuple[ModelSpec, ...]
+    models: tuple[Role, ...]
+    """those that are loaded"""
     dtype: torch.dtype
     batch: int
     """rows of an optimizer step (with a rollout: of an iteration), over all devices"""
@@ -94,10 +61,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         models = (
-            replace(spec, options=with_dtype(spec.options, self.dtype))
-            if isinstance(spec.options, EngineOptions)
-            else spec
-            for spec in self.models
+            replace(role, options=with_dtype(role.options, self.dtype))
+            if isinstance(role.options, EngineOptions)
+            else role
+            for role in self.models
         )
         object.__setattr__(self, "models", tuple(models))
 
@@ -106,8 +73,8 @@ class Workload:
         """Bytes of a number in the compute dtype."""
         return self.dtype.itemsize
 
-    def trained(self) -> list[ModelSpec]:
-        return [spec for spec in self.models if spec.trained]
+    def trained(self) -> list[Role]:
+        return [role for role in self.models if role.trained]
 
     def step_rows(self, ranks: int) -> int:
         """Rows of an optimizer step on one device."""
@@ -117,7 +84,7 @@ class Workload:
     def checkpoints(self) -> int:
         """Bytes of the checkpoints that stay and of one being written: weights and the optimizer's state, and averages
         of the first model, in fp32."""
-        sizes = [spec.size() for spec in self.trained()]
+        sizes = [whole_size(role) for role in self.trained()]
         one = sum(size.saved_bytes for size in sizes) + MASTER * self.averages * sizes[0].trained
         return one * (self.keep + 1)
 
@@ -126,7 +93,7 @@ class Workload:
 class ModelForecast:
     """Memory of one model in one process, in bytes."""
 
-    spec: ModelSpec
+    role: Role
     size: Size
     memory: ModelMemory
     activations: Activations
@@ -183,21 +150,28 @@ class Forecast:
     def disk(self) -> float:
         """Bytes of the checkpoints (one more than stay, while a new one is written) and of the final models."""
         written = [
-            model.size.trained if model.spec.options.share_trunk else model.size.total
+            model.size.trained if model.role.options.share_trunk else model.size.total
             for model in self.models
-            if isinstance(model.spec.options, EngineOptions)
+            if isinstance(model.role.options, EngineOptions)
         ]
         first = written[0] * self.workload.models_written
         return self.workload.checkpoints + self.workload.b * (sum(written) + first)
 
 
-def extended_ids(ids: Mapping[str, int] | None, option: str) -> tuple[int, int] | None:
-    """`ModelSpec.ids` of the model of this option, which starts with a tokenizer that an earlier stage has extended.
+def whole_size(role: Role) -> Size:
+    """Of the whole model, which computes."""
+    optim = role.options.optim if isinstance(role.options, EngineOptions) else "adamw"
+    setup = Setup(role.adapter, not role.trained, role.options.quantize or "none", optim, role.ids)
+    return size(role.path, role.part.kind, setup)
 
-    ids: numbers of ids of such tokenizers, by option
-    """
-    count = (ids or {}).get(option)
-    return None if count is None else (count, count)
+
+def stored_size(role: Role) -> Size:
+    """Of what the model has in memory beside other models."""
+    whole = whole_size(role)
+    if not role.on_trunk:
+        return whole
+    of_adapter = size(role.path, role.part.kind, Setup(role.adapter)).trained
+    return replace(whole, total=of_adapter, outer=0, quantized=0)
 
 
 def micro_batches(workload: Workload, ranks: int) -> int:
@@ -212,7 +186,7 @@ def _layout(workload: Workload, machine: Machine) -> RankLayout:
 def resident_bytes(workload: Workload, machine: Machine) -> Bytes:
     """Memory between the parts of a step: less than a step needs, and known without a dry run."""
     layout = _layout(workload, machine)
-    resident = sum((_model_memory(spec, workload.b, layout).resident for spec in workload.models), Bytes())
+    resident = sum((_model_memory(role, workload.b, layout).resident for role in workload.models), Bytes())
     return Bytes(resident.total) if machine.on_cpu else resident
 
 
@@ -221,39 +195,41 @@ def forecast(workload: Workload, machine: Machine) -> Forecast:
     layout = _layout(workload, machine)
     models = tuple(
         ModelForecast(
-            spec,
-            spec.stored(),
-            _model_memory(spec, workload.b, layout),
-            _activations(workload, spec, layout),
-            _cache(workload, spec, layout),
+            role,
+            stored_size(role),
+            _model_memory(role, workload.b, layout),
+            _activations(workload, role, layout),
+            _cache(workload, role, layout),
         )
-        for spec in workload.models
+        for role in workload.models
     )
     return Forecast(workload, machine, models, tuple(_moments(workload, models, layout, machine.device.memory)))
 
 
-def _model_memory(spec: ModelSpec, b: int, layout: RankLayout) -> ModelMemory:
-    if isinstance(spec.options, EngineOptions):
-        return zero.model_memory(spec.stored(), spec.options, b, layout)
-    return zero.frozen_memory(spec.stored(), spec.options, b, layout.ranks)
+def _model_memory(role: Role, b: int, layout: RankLayout) -> ModelMemory:
+    if isinstance(role.options, EngineOptions):
+        return zero.model_memory(stored_size(role), role.options, b, layout)
+    return zero.frozen_memory(stored_size(role), role.options, b, layout.ranks)
 
 
-def _activations(workload: Workload, spec: ModelSpec, layout: RankLayout) -> Activations:
+def _activations(workload: Workload, role: Role, layout: RankLayout) -> Activations:
     """Of a model's passes; those without gradients may have other rows, and leave an adapter out."""
     sides = workload.shape.rows // workload.micro_batch  # 2 sequences in a pair
+    kind, scores = role.part.kind, role.part.kind == "scalar" and not role.trained
     step_rows = workload.step_rows(layout.ranks)
-    rows, sharded = min(workload.micro_batch, step_rows) * sides, spec.options.zero_stage == 3
+    rows, sharded = min(workload.micro_batch, step_rows) * sides, role.options.zero_stage == 3
     shape = replace(workload.shape, rows=rows, dtype=workload.dtype, whole_logits=sharded)
-    rows = (min(spec.inference_rows, step_rows) or _eval_rows(workload, layout.ranks)) * sides or shape.rows
-    scored = shape if spec.trained and rows == shape.rows else replace(shape, rows=rows, entropy="none")
+    sampled = workload.rollout.rows if workload.rollout and scores else 0
+    rows = (min(sampled, step_rows) or _eval_rows(workload, layout.ranks)) * sides or shape.rows
+    scored = shape if role.trained and rows == shape.rows else replace(shape, rows=rows, entropy="none")
     peaks = Activations()
-    if isinstance(spec.options, EngineOptions):
-        trained = replace(shape, checkpointing=spec.options.gradient_checkpointing)
-        peaks = activations.training(spec.model_path, spec.head, Setup(spec.adapter, ids=spec.ids), trained)
-    inference = activations.inference(spec.model_path, spec.head, Setup(ids=spec.ids), scored)
+    if isinstance(role.options, EngineOptions):
+        trained = replace(shape, checkpointing=role.options.gradient_checkpointing)
+        peaks = activations.training(role.path, kind, Setup(role.adapter, ids=role.ids), trained)
+    inference = activations.inference(role.path, kind, Setup(ids=role.ids), scored)
     on_gpu = [0, 0]
-    if spec.head == "lm" and not layout.on_cpu:
-        vocabulary = spec.size().vocabulary
+    if kind == "lm" and not layout.on_cpu:
+        vocabulary = whole_size(role).vocabulary
         on_gpu = [activations.more_on_gpu(each.rows * each.predicted * vocabulary) for each in (shape, scored)]
     return replace(peaks, head=peaks.head + on_gpu[0], inference=inference + on_gpu[1])
 
@@ -271,19 +247,19 @@ def _sampled_rows(workload: Workload, ranks: int) -> int:
     return 0 if rollout is None or rollout.share else min(rollout.rows, math.ceil(workload.batch / ranks))
 
 
-def _cache(workload: Workload, spec: ModelSpec, layout: RankLayout) -> int:
+def _cache(workload: Workload, role: Role, layout: RankLayout) -> int:
     """Bytes of the key-value cache of the sampler `loop`."""
-    if workload.rollout is None or spec.role != "actor":
+    if workload.rollout is None or role is not workload.models[0]:
         return 0
     tokens = workload.rollout.prompt + workload.rollout.response
     space = tokens if layout.on_cpu else math.ceil(tokens / ROUNDED) * ROUNDED
-    return workload.b * spec.size().cache * _sampled_rows(workload, layout.ranks) * space
+    return workload.b * whole_size(role).cache * _sampled_rows(workload, layout.ranks) * space
 
 
 def _moments(
     workload: Workload, models: tuple[ModelForecast, ...], layout: RankLayout, memory: float
 ) -> Iterator[Moment]:
-    trained = [model for model in models if model.spec.trained]
+    trained = [model for model in models if model.role.trained]
     resident = sum((model.memory.resident for model in models), Bytes())
     resident += Bytes(workload.averages * MASTER * math.ceil(trained[0].size.trained / layout.ranks))
     for model in trained:
@@ -291,22 +267,22 @@ def _moments(
     if workload.rollout is None:
         model = trained[0]
         yield Moment(
-            f"{model.spec.role}: evaluate", resident + model.memory.gathered + Bytes(model.activations.inference)
+            f"{model.role.part.name}: evaluate", resident + model.memory.gathered + Bytes(model.activations.inference)
         )
         return
     yield from _rollout_moments(workload, models, resident, memory, layout)
 
 
 def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: RankLayout) -> Iterator[Moment]:
-    memory, activations, role = model.memory, model.activations, model.spec.role
+    memory, activations, role = model.memory, model.activations, model.role.part.name
     accumulated = memory.gradients if layout.micro_batches > 1 else Bytes()
     yield Moment(f"{role}: forward and backward", resident + memory.passing + Bytes(activations.head) + accumulated)
     end_of_backward = memory.passing + memory.gradients + Bytes(activations.embeddings)
     yield Moment(f"{role}: end of backward", resident + end_of_backward)
     # Gradients that fill more than one bucket are exchanged during the backward pass, except under ZeRO-0 and 1.
     exchanged = resident + memory.reducing
-    if model.size.trained > zero.BUCKET and isinstance(model.spec.options, EngineOptions):
-        after_backward = effective_stage(model.spec.options, b, layout.ranks) < 2
+    if model.size.trained > zero.BUCKET and isinstance(model.role.options, EngineOptions):
+        after_backward = effective_stage(model.role.options, b, layout.ranks) < 2
         exchanged += Bytes() if after_backward else memory.passing + Bytes(activations.head)
     yield Moment(f"{role}: exchange of gradients", exchanged)
     yield Moment(f"{role}: step", resident + memory.stepping)
@@ -324,17 +300,17 @@ def _rollout_moments(
     """
     rollout = workload.rollout
     assert rollout is not None
-    actor = next(model for model in models if model.spec.role == "actor")
+    actor = models[0]
     # The logits of one token of each row: in the compute dtype, and three fp32 tensors for its softmax.
     logits = _sampled_rows(workload, layout.ranks) * actor.size.vocabulary
     sampling = logits * (workload.b + 3 * MASTER) + actor.cache / actor.size.layers
-    sorts = layout.on_cpu and not rollout.share and not getattr(actor.spec.options, "torch_compile", False)
-    ordered = workload.b * actor.spec.size().linear if sorts else 0
+    sorts = layout.on_cpu and not rollout.share and not getattr(actor.role.options, "torch_compile", False)
+    ordered = workload.b * whole_size(actor.role).linear if sorts else 0
     generating = actor.cache + sampling + ordered + rollout.share * memory
     yield Moment("actor: generate", resident + actor.memory.gathered + Bytes(generating))
     for model in models:
         scoring = model.memory.gathered + Bytes(model.activations.inference)
-        yield Moment(f"{model.spec.role}: score", resident + scoring)
+        yield Moment(f"{model.role.part.name}: score", resident + scoring)
 
 
 def dtype_on(options: EngineOptions, device: str) -> torch.dtype:

@@ -4,11 +4,11 @@ import copy
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlhf import adapters
 from rlhf.config import Tree, read_yaml
@@ -22,12 +22,11 @@ from rlhf.models import load, new_rows
 from rlhf.models.head import ScoreHead
 from rlhf.models.quantized import BITS, quantizable
 from rlhf.models.scalar import hidden_width
+from rlhf.roles import Kind
 from rlhf.shipped import CONFIGS
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
 
-Head = Literal["lm", "scalar"]
-"""A language model, or a backbone with one scalar per token."""
 SHAPES = CONFIGS / "shapes"
 """Configs of the models with a short name, for plans without access to a model hub: one file a family."""
 
@@ -143,22 +142,22 @@ def _config_from_values(values: Tree, source: str) -> PreTrainedConfig:
 
 
 @functools.cache
-def tokenizer_size(model_path: str) -> int | None:
-    """Number of ids of the model's tokenizer, to which the embeddings are extended; None without a tokenizer."""
+def local_tokenizer(model_path: str) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None if it is not on this machine, or the model has none."""
     path = Path(with_file(short_names.resolve(model_path), "tokenizer_config.json", "tokenizer.json"))
     described = path.is_file() and "tokenizer" in read_yaml(path)
     saved = any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
-    return id_count(load_tokenizer(str(path))) if described or saved else None
+    return load_tokenizer(str(path)) if described or saved else None
 
 
-def build(config: PreTrainedConfig, head: Head, setup: Setup = WHOLE) -> nn.Module:
+def build(config: PreTrainedConfig, kind: Kind, setup: Setup = WHOLE) -> nn.Module:
     """The model of a config with its adapters, on the device of the context."""
-    auto: Any = AutoModelForCausalLM if head == "lm" else AutoModel
+    auto: Any = AutoModelForCausalLM if kind == "lm" else AutoModel
     model, adapter = auto.from_config(config), setup.adapter
     wrapped = adapters.wrap(model, adapter)
     if adapter is not None and setup.ids is not None and setup.ids[0] < setup.ids[1]:
         new_rows.train(model, range(*setup.ids))
-    if head == "lm":
+    if kind == "lm":
         return wrapped
     return nn.ModuleDict({"backbone": wrapped, "score": ScoreHead(torch.zeros(1, hidden_width(model)))})
 
@@ -171,11 +170,11 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 @functools.cache
-def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
+def size(model_path: str, kind: Kind, setup: Setup = WHOLE) -> Size:
     """Exact sizes of a model, counted on the meta device from its config."""
     config, quantize = resized_config(model_path, setup), setup.quantize
     with load.explain_load_errors(model_path), torch.device("meta"):
-        model = build(config, head, setup)
+        model = build(config, kind, setup)
     counts = [weight.numel() for weight in model.parameters()]  # tied weights count once
     weights = [weight for weight in model.parameters() if weight.requires_grad and not setup.frozen]
     trained, outer = [weight.numel() for weight in weights], outer_weights(model)
@@ -205,9 +204,10 @@ def size(model_path: str, head: Head, setup: Setup = WHOLE) -> Size:
 @functools.cache
 def resized_config(model_path: str, setup: Setup = WHOLE) -> PreTrainedConfig:
     """The config with a vocabulary of at least the tokenizer's size, as when the model is loaded."""
-    config, bundled = copy.deepcopy(read_config(model_path)), tokenizer_size(model_path)
+    config, tokenizer = copy.deepcopy(read_config(model_path)), local_tokenizer(model_path)
     text = config.get_text_config()
-    text.vocab_size = max(text.vocab_size, bundled or 0, max(setup.ids or (0,)))
+    bundled = 0 if tokenizer is None else id_count(tokenizer)
+    text.vocab_size = max(text.vocab_size, bundled, max(setup.ids or (0,)))
     return config
 
 

@@ -14,13 +14,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.shipped import PACKAGES, ROOT
 from rlhf.storage import disk
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -287,10 +288,10 @@ def models_beneath(directory: Path) -> str:
     return f"; have {', '.join(models[:MOST_MODELS])}" if models else ""
 
 
-def planned_start(path: str, output_dir: str, planned: Mapping[str, str]) -> str | None:
-    """If a planned stage will make the model at `path`: the model that this stage starts from. Else None.
+def planned_start(path: str, output_dir: str, planned: Mapping[str, T]) -> T | None:
+    """If a planned stage will make the model at `path`: what `planned` has for it. Else None.
 
-    planned: by name of the stage, the model that it starts from
+    planned: by name of the stage, what represents the model that it trains
     """
     directory = Path(path).resolve()
     for stage, start in planned.items():

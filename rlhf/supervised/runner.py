@@ -4,8 +4,8 @@ A stage has its own data, model, loss and evaluation. Checks, batches, checkpoin
 same for all stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,13 +22,26 @@ from rlhf.engine.ema import BestWeights
 from rlhf.engine.training import Engine
 from rlhf.hub.short_names import resolve
 from rlhf.models.splitting import check_split, replicas
+from rlhf.plan.activations import PassShape
 from rlhf.plan.compile_choice import choose_compiler
-from rlhf.plan.forecast import Workload
+from rlhf.plan.forecast import Workload, dtype_on
 from rlhf.report.verdict import stage_verdict
-from rlhf.storage.manifests import planned_start, resolve_model_path
+from rlhf.roles import (
+    NO_PLANNED,
+    FindTokenizer,
+    LoadTokenizer,
+    Part,
+    Planned,
+    Role,
+    inputs,
+    load_once,
+    locate,
+    tokenizer_of,
+    with_options,
+)
 from rlhf.supervised.options import SupervisedOptions, steps_between
 from rlhf.supervised.speed import Speed
-from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.text.tokenizer import prepare_tokenizer
 from rlhf.training import progress, random_sources
 from rlhf.training.checkpoints import Resumable, require_room
 from rlhf.training.checks import check_engine, check_ranks, check_start, check_steps, check_trunk
@@ -73,40 +86,71 @@ class Supervised(Generic[C]):
     """A stage (rlhf.chain.stages.Stage) that learns from a data set."""
 
     declaration: Declaration
-    workload: Callable[[C, str, Mapping[str, str]], Workload]
+    part: Part
+    """what the stage has its model for"""
+    shape: Callable[[C], PassShape]
+    """of a micro-batch, whose rows have one or two texts"""
     recipe: Callable[[C], Recipe]
     """which rows to read, and which of their tokens to learn"""
     load: Callable[[C, str, PreTrainedTokenizerBase, PhaseData[Any], int], ModelInTraining]
     """(options, path of the model, tokenizer, data, number of optimizer steps)"""
-    tokenizer: Callable[[C, str], PreTrainedTokenizerBase] = lambda _, model_path: load_tokenizer(resolve(model_path))
-    """(options, path of the model): its tokenizer, before it gets a template"""
+    note: str = ""
+    """a limit of the plan, for the user"""
+    tokenizer: Callable[[C, PreTrainedTokenizerBase], PreTrainedTokenizerBase] = lambda _, tokenizer: tokenizer
+    """(options, tokenizer of the model that the stage starts from): that of its result, before it gets a template"""
+    added_ids: Callable[[C, str], tuple[int, int] | None] = lambda *_: None
+    """(options, path of the model): `Role.ids`"""
     files: Callable[[C], dict[str, str]] = lambda _: {}
     """digests of files that the options name, beside the data"""
     check_options: Callable[[C], object] = lambda _: None
     """raises a UserError for options of this stage alone that are wrong"""
 
-    def inputs(self, config: C) -> dict[str, str]:
-        """The model that the stage starts from."""
-        return {"model": config.model}
+    def named_roles(self, config: C) -> tuple[Role]:
+        """The model that is trained."""
+        return (Role(self.part, config.model, config, config.adapter, inputs={self.part.option: config.model}),)
+
+    def roles(self, config: C, planned: Planned = NO_PLANNED, _: FindTokenizer | None = None) -> tuple[Role]:
+        """The same, found. planned: stages that run before this one. Raises: UserError."""
+        (named,) = self.named_roles(config)
+        role = locate(named, config.output_dir, planned)
+        return (replace(role, ids=self.added_ids(config, role.path) or role.ids),)
+
+    def workload(self, table: Sequence[Role], config: C, device: str) -> Workload:
+        """The work for a plan. device: cpu or cuda"""
+        shape = self.shape(config)
+        row_tokens = shape.rows // config.micro_batch_size * shape.tokens
+        return Workload(
+            stage=self.declaration.name,
+            models=with_options(table, config),
+            dtype=dtype_on(config, device),
+            batch=config.batch_size if config.batch_tokens is None else max(1, config.batch_tokens // row_tokens),
+            micro_batch=config.micro_batch_size,
+            shape=shape,
+            keep=config.keep,
+            averages=int(config.keep_best is not None),
+            eval_rows=config.eval_rows,
+            note=self.note,
+        )
 
     def content(self, config: C) -> dict[str, str]:
         """A digest of each local file or folder of the data, and of other files of the user."""
         return fingerprints(config, self.recipe(config).phase) | self.files(config)
 
-    def open_data(self, config: C, model_path: str) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
+    def open_data(
+        self, config: C, model_path: str, load: LoadTokenizer = tokenizer_of
+    ) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
         """The prepared tokenizer of the model at `model_path`, and the data in its ids."""
-        tokenizer = prepare_tokenizer(
-            self.tokenizer(config, model_path), config.chat_template, config.chat_template_kwargs
-        )
+        whole = self.tokenizer(config, load(model_path))
+        tokenizer = prepare_tokenizer(whole, config.chat_template, config.chat_template_kwargs)
         return tokenizer, open_datasets(config, self.recipe(config), tokenizer)
 
     def check(
-        self, config: C, planned: Mapping[str, str] | None = None, ranks: int = 1
-    ) -> tuple[PreTrainedTokenizerBase, PhaseData[Any]]:
+        self, config: C, planned: Planned = NO_PLANNED, ranks: int = 1, load: LoadTokenizer | None = None
+    ) -> tuple[Role, PreTrainedTokenizerBase, PhaseData[Any]]:
         """Check the options, the model and the data before a model is loaded or anything is written.
 
-        planned: stages that run before this one, and the model that each starts from
-        Returns: what `open_data` returns.
+        planned: stages that run before this one, and the role that each trains
+        Returns: the model that is trained, and what `open_data` returns.
         Raises: UserError.
         """
         self.check_options(config)
@@ -118,39 +162,37 @@ class Supervised(Generic[C]):
         if config.batch_tokens is None:
             check_ranks(config.batch_size, ranks)
             check_steps(config, config.batch_size, f"--batch-size {config.batch_size}", config.micro_batch_size, ranks)
-        start = planned_start(config.model, config.output_dir, planned or {})
-        model_path = start or resolve_model_path(config.model, *FOLDERS)
-        check_trunk(config, resolve(model_path))
+        load = load or load_once()
+        (role,) = self.roles(config, planned)
+        check_trunk(config, resolve(role.path))
         tokens = config.max_length + adapters.virtual_tokens(config.adapter)
-        check_start(model_path, config.chat_template, tokens, config.convert_template)
-        check_split(config, model_path)
+        check_start(role.path, config.chat_template, tokens, config.convert_template, load)
+        check_split(config, role.path)
         directory = Path(config.output_dir) / self.declaration.name
-        require_room(directory, self.workload(config, "cpu", {"model": model_path}).checkpoints)
-        tokenizer, data = self.open_data(config, model_path)
+        require_room(directory, self.workload((role,), config, "cpu").checkpoints)
+        tokenizer, data = self.open_data(config, role.path, load)
         require_rows(data, config, config.batch_size if config.batch_tokens is None else ranks, ranks)
         batches_for(data.train, config, (0, ranks))
-        return tokenizer, data
+        return role, tokenizer, data
 
     def run(self, config: C) -> None:
         """Run the stage: write model, metrics.jsonl and manifest.json to OUT/NAME. Do nothing if it is finished."""
         name = self.declaration.name
-        stage_status = progress.report_status(
-            self.declaration, config, self.inputs(config), partial(self.content, config)
-        )
+        named = inputs(self.named_roles(config))
+        stage_status = progress.report_status(self.declaration, config, named, partial(self.content, config))
         if stage_status == "finished":
             return
         status(f"{name}: reading the data")
-        tokenizer, data = self.check(config, ranks=collectives.world_size())
+        role, tokenizer, data = self.check(config, ranks=collectives.world_size())
         collectives.set_ranks_per_replica(config.tensor_parallel_size * config.sequence_parallel_size)
-        model_path = resolve_model_path(config.model, *FOLDERS)
         batches = batches_for(data.train, config, (collectives.dp_rank(), collectives.dp_size()))
         total = batches.steps(config.num_train_epochs)
         tokens = float(data.train.row_lengths.sum()) * total / batches.steps(1)
-        with open_run(self.declaration, config, stage_status, {"model": model_path}) as run:
+        with open_run(self.declaration, config, stage_status, inputs([role])) as run:
             run.describe(data, tokenizer)
             status(f"{name}: loading the model")
-            compiled = choose_compiler(config, name, model_path, tokens)
-            learner = self.load(compiled, model_path, tokenizer, data, total)
+            compiled = choose_compiler(config, name, role.path, tokens)
+            learner = self.load(compiled, role.path, tokenizer, data, total)
             if config.adapter is not None:
                 console.say(f"{name}: {adapters.describe_rates(config)}")
             if config.dropout:  # ranks have different rows, so they drop different activations

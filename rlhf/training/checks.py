@@ -14,11 +14,12 @@ from rlhf.hub import short_names
 from rlhf.hub.untrusted import is_adapter
 from rlhf.models import quantized
 from rlhf.models.adapter_files import base_of, read_options, reason_against_sharing
-from rlhf.models.load import load_config, require_context, require_vocabulary
+from rlhf.models.load import load_config, require_context, require_decoder, require_vocabulary
+from rlhf.roles import LoadTokenizer, tokenizer_of
 from rlhf.storage import manifests
 from rlhf.text.encoder import id_count
 from rlhf.text.templates import template_name
-from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer
+from rlhf.text.tokenizer import describe_template, prepare_tokenizer
 
 
 def check_engine(options: EngineOptions, ranks: int = 1) -> None:
@@ -68,6 +69,7 @@ def check_trunk(options: EngineOptions, base: str) -> None:
     if is_adapter(Path(base)):
         raise UserError(f"--share-trunk: model '{base}' is an adapter, expected its base model '{base_of(base)}'")
     assert options.adapter is not None
+    require_decoder(base)
     problem = reason_against_sharing(adapters.peft_options(options.adapter, load_config(base)))
     if problem is not None:
         raise UserError(f"--share-trunk: --adapter {options.adapter}: {problem}; expected lora without such options")
@@ -88,7 +90,13 @@ def check_steps(options: EngineOptions, rows: int, rows_text: str, micro_batch_s
             raise UserError(f"{path}: {key} {value}: here it is {size} ({text}); leave it out, or set the options")
 
 
-def check_start(model_path: str, chat_template: str, tokens: int, convert_template: bool = False) -> None:
+def check_start(
+    model_path: str,
+    chat_template: str,
+    tokens: int,
+    convert_template: bool = False,
+    load: LoadTokenizer = tokenizer_of,
+) -> None:
     """Check the model that a stage starts from.
 
     Raises: UserError if there is no model or no tokenizer, its context is shorter than `tokens`, its tokenizer is
@@ -97,7 +105,7 @@ def check_start(model_path: str, chat_template: str, tokens: int, convert_templa
     source = short_names.resolve(model_path)
     if is_adapter(Path(source)):
         read_options(source)  # refuses virtual tokens
-    tokenizer = load_tokenizer(source)
+    tokenizer = load(model_path)
     prepared = prepare_tokenizer(tokenizer, chat_template)
     if chat_template != "auto" and not convert_template and manifests.stage_of(model_path) is not None:
         trained_with, requested = describe_template(tokenizer), describe_template(prepared)

@@ -38,7 +38,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def stage_status(
-    stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, str]
+    stage: Declaration, options: RunOptions, inputs: Mapping[str, str], content: Content, planned: Mapping[str, object]
 ) -> StageStatus:
     """The status of `stage`; the stages in `planned` run before it.
 

@@ -42,16 +42,17 @@ from rlhf.training.checks import check_engine
 from rlhf.types import ScoredRollout
 from step3_ppo import learner as step3_learner
 from step3_ppo import models as step3_models
-from step3_ppo import plan as ppo_plan
 from step3_ppo import stage
+from step3_ppo.inputs import check_trunk_roles
 from step3_ppo.learner import Learner
-from step3_ppo.resolved import Resolved
+from step3_ppo.roles import REWARD_MODEL, named_roles, roles
 from step3_ppo.rollout import Reference
 from step3_ppo.schedule import Schedule
-from step3_ppo.trunk import check_roles
+from step3_ppo.stage import REINFORCEMENT
 from tests.rlhf.models.test_quantized import INSTALLED, WIDE, needs_package
 from tests.rlhf.rewards.responses import rollout, samples
 from tests.support import tiny
+from tests.support.plans import workload_of
 from tests.support.players import config_of, prompts_to_train_on
 from tests.support.resuming import ABOUT
 
@@ -181,7 +182,7 @@ def test_one_base_computes_what_four_copies_do(
     folders: Folders, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored, options = rollouts_of(monkeypatch), config(folders, tmp_path, gradient_checkpointing=checkpointing)
-    together = step3_models.set_up(options, tiny.tokenizer(), None)
+    together = step3_models.set_up(options, roles(options), tiny.tokenizer(), None)
     apart = four_copies(options, folders, together)
     quantized = [len(quantized_layers(each.actor.module)) for each in (together, apart)]
     assert quantized == ([14, 14] if folders.quantize == "nf4" else [0, 0])
@@ -209,7 +210,7 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
     """Not even the first iteration's first step has a ratio other than 1, and only two of the four adapters train. The
     modules are visited once to set them to training mode."""
     options = config(folders, tmp_path)
-    models = step3_models.set_up(options, tiny.tokenizer(), None)
+    models = step3_models.set_up(options, roles(options), tiny.tokenizer(), None)
     lm = models.actor.module.lm
     before = {name: weight.detach().clone() for name, weight in lm.named_parameters()}
     modes: list[bool] = []
@@ -232,14 +233,14 @@ def test_the_policy_starts_as_its_reference_and_the_others_never_move(
 def test_a_run_resumes_to_the_bit(folders: Folders, tmp_path: Path) -> None:
     """And saves the best policy, that of the first iteration, whichever of both saves it."""
     options = config(folders, tmp_path)
-    whole = step3_models.set_up(options, tiny.tokenizer(), None)
+    whole = step3_models.set_up(options, roles(options), tiny.tokenizer(), None)
     run, best = iterations(whole, options), BestWeights(whole.actor)
     next(run)
     best.update()
     first_weights = weights(whole.actor)
     assert checkpoints.save(tmp_path, 1, stage.resumable(whole, {"best": best}, {}), ABOUT, 2) is None
     expected = list(run)
-    resumed = step3_models.set_up(options, tiny.tokenizer(), None)
+    resumed = step3_models.set_up(options, roles(options), tiny.tokenizer(), None)
     newest = checkpoints.newest(tmp_path)
     assert newest is not None
     again = BestWeights(resumed.actor)
@@ -270,7 +271,7 @@ def test_further_reward_models_are_adapters_too(folders: Folders, tmp_path: Path
     export.merge(other, Path(whole))
     options = config(folders, tmp_path)
     options = options.model_copy(update={"reward": ("learned", *(f"learned,model={path}" for path in (other, whole)))})
-    together = step3_models.set_up(options, tiny.tokenizer(), None)
+    together = step3_models.set_up(options, roles(options), tiny.tokenizer(), None)
     assert list(together.context.loaded) == [folders.reward, other]
     bases = {id(model.backbone) for model in together.context.loaded.values()}
     assert bases == {id(together.actor.module.lm.base_model)}
@@ -281,8 +282,8 @@ def test_further_reward_models_are_adapters_too(folders: Folders, tmp_path: Path
     by_source = together.scorer.sources(samples(rollout()))[1]
     torch.testing.assert_close(by_source["learned#2"], by_source["learned#3"], rtol=0, atol=1e-5)
     assert not torch.allclose(by_source["learned#1"], by_source["learned#2"], atol=1e-2)
-    specs = ppo_plan.workload(options, "cpu", {}).models
-    assert [spec.on_trunk for spec in specs if spec.role == "reward model"] == [True, True, False]
+    specs = workload_of(REINFORCEMENT, options, "cpu", {}).models
+    assert [role.on_trunk for role in specs if role.part is REWARD_MODEL] == [True, True, False]
 
 
 @LLAMA
@@ -364,7 +365,8 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
 
     def check(changes: dict[str, Any], planned: dict[str, str]) -> None:
         changed = right.model_copy(update=changes)
-        check_roles(Resolved(changed, {name: str(getattr(changed, name)) for name in starts}, planned))
+        table = [replace(role, planned=bool(planned)) for role in named_roles(changed)]
+        check_trunk_roles(changed, table)
 
     check({}, none)
     check(starts, starts)

@@ -22,7 +22,7 @@ ROOMS = (
     "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
     "data.preview", "data.sources", "data", "data.prepare", "data.read", "data.config",
     "rlhf.chat", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
-    "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models", "rlhf.kernels",
+    "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models", "rlhf.kernels", "rlhf.roles",
     "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
     "rlhf.maths", "rlhf.types", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors",
     "rlhf.streams", "rlhf.private_folders", "rlhf.shipped",

@@ -18,9 +18,10 @@ from rlhf.engine.export import full_state
 from rlhf.errors import UserError
 from rlhf.models import new_rows
 from rlhf.models.load import Loading, load_backbone, load_causal_lm
+from rlhf.plan.forecast import whole_size
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
-from step1_sft import plan, vocabulary
+from step1_sft import vocabulary
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING
 from tests.support import tiny
@@ -133,7 +134,7 @@ def disturb(model: Any) -> None:
 def test_beside_an_adapter_only_the_new_rows_train(folder: Path, name: str) -> None:
     plain, model, pieces = with_trained_rows(folder, name, "lora,r=2")
     config = SFTConfig(model=str(folder / name), adapter="lora,r=2", add_tokens=str(folder / "list.txt"), dtype="fp32")
-    planned = plan.workload(config, "cpu", {}).models[0].size()
+    planned = whole_size(FINE_TUNING.roles(config)[0])
     counts = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     assert planned.total == sum(n for n, _ in counts) and planned.trained == sum(n for n, trains in counts if trains)
     ids = torch.tensor([[5, max(pieces), 7, min(pieces)]])
@@ -166,7 +167,7 @@ def test_no_row_is_added_beside_an_adapter_of_rows(folder: Path) -> None:
     config = SFTConfig(model=str(folder / "tied"), adapter=adapter, add_tokens=str(folder / "list.txt"))
     words = "--add-tokens, --extend-tokenizer: got --adapter .*the new rows are trained with every adapter"
     with pytest.raises(UserError, match=words):
-        vocabulary.extended_tokenizer(config, str(folder / "tied"))
+        vocabulary.extended_tokenizer(config, load_tokenizer(str(folder / "tied")))
 
 
 @pytest.mark.parametrize("changes", [{}, {"adapter": "lora,r=4"}], ids=["full", "lora"])
@@ -206,9 +207,8 @@ def test_the_plan_of_later_steps_has_the_new_rows(folder: Path, name: str, tmp_p
 
     def totals(reward_model: str) -> dict[str, int]:
         argv = [*words, "--reward-model", reward_model]
-        stages, paths = planning.workloads(command.read(argv))
-        planned = [workload(options, "cpu", paths) for options, workload in stages.values()]
-        return {spec.role: spec.size().total for each in planned for spec in each.models}
+        planned = [workload(options, "cpu") for options, workload in planning.workloads(command.read(argv)).values()]
+        return {role.part.name: whole_size(role).total for each in planned for role in each.models}
 
     alone = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(model).parameters())
     matrices = 1 if name == "tied" else 2

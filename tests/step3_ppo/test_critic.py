@@ -11,14 +11,15 @@ from transformers import AutoConfig
 
 from rlhf.config.options import OwnEngineOptions
 from rlhf.errors import UserError
-from step3_ppo import resolved, stage
+from rlhf.roles import inputs, role_of
+from step3_ppo import stage
 from step3_ppo.algorithms import grpo, ppo
 from step3_ppo.inputs import check
 from step3_ppo.models import set_up
-from step3_ppo.plan import workload
-from step3_ppo.resolved import choose_critic, describe_critic, inputs, resolve_models
+from step3_ppo.roles import CRITIC, named_roles, notes, roles
 from tests.rlhf.rewards.responses import other_tokenizer, reward_model
 from tests.support import tiny
+from tests.support.plans import planned
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,11 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     option = option and option.replace("{folder}", str(folder))
     config = config_of(folder, reward_model=str(folder / reward), critic_model=option)
     check(config)
-    models = resolve_models(config).config
-    [planned] = [model for model in workload(config, "cpu", {}).models if model.role == "critic"]
-    assert planned.model_path == str(folder / start)
-    line = describe_critic(config, models)
-    assert line is not None and line.startswith(f"the critic starts from '{folder / start}'") and reason in line
+    table = roles(config)
+    critic = role_of(table, CRITIC)
+    assert critic is not None and critic.path == str(folder / start)
+    [line] = notes(config, table)
+    assert line.startswith(f"the critic starts from '{folder / start}'") and reason in line
 
 
 @pytest.mark.parametrize(
@@ -76,25 +77,22 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
 )
 def test_options_of_a_critic_that_there_is_not(changes: dict[str, float], line: str | None) -> None:
     without = grpo.Config(algorithm="grpo", **changes)
-    assert describe_critic(without, without) == line
+    assert [*notes(without, named_roles(without))] == ([] if line is None else [line])
 
 
 @pytest.mark.parametrize(("reward", "start"), [("same", "same"), ("other", "policy")])
 def test_before_the_earlier_stages_run_the_critic_starts_from_the_same_model(
-    reward: str, start: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    reward: str, start: str, folder: Path
 ) -> None:
     """Policy and reward model are then what the earlier stages start from."""
-    chosen: list[str] = []
-    monkeypatch.setattr(
-        resolved, "choose_critic", lambda option, models: chosen.append(choose_critic(option, models)) or chosen[-1]
-    )
     config = config_of(folder, actor_model=None, reward_model=None)
-    check(config, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
-    assert chosen == [{"same": str(folder / "same"), "policy": "policy"}[start]]
+    earlier = planned({"actor_model": str(folder / "policy"), "reward_model": str(folder / reward)})
+    critic = role_of(check(config, earlier).roles, CRITIC)
+    assert critic is not None and critic.path == str(folder / start)
     if reward == "other":
         with pytest.raises(UserError, match="other': its tokenizer or chat template gives other ids"):
             named = config.model_copy(update={"critic_model": "reward"})
-            check(named, {"step1_sft": str(folder / "policy"), "step2_reward": str(folder / reward)})
+            check(named, earlier)
         with pytest.raises(UserError, match=r"critic '.*other': its tokenizer or chat template gives other ids"):
             check(config_of(folder, critic_model=str(folder / "other")))
 
@@ -104,7 +102,7 @@ def test_a_new_head_is_on_a_copy_of_the_policy(folder: Path) -> None:
     config = config_of(folder, reward_model=str(folder / "other"), seed=5)
     checked = check(config)
     with tiny.one_rank():
-        models = set_up(checked.models.config, checked.tokenizer, None)
+        models = set_up(config, checked.roles, checked.tokenizer, None)
     assert models.critic is not None
     actor, copied = models.actor.module.lm.model.state_dict(), models.critic.module.backbone.state_dict()
     assert all(torch.equal(weight, copied[name]) for name, weight in actor.items())
@@ -119,25 +117,24 @@ def test_a_critic_of_other_scores_starts_from_the_policy(folder: Path) -> None:
     """A reward model that scores nothing here predicts nothing either."""
     scored_by_rule = {"reward_model": None, "reward": ("length,target=5",)}
     config = config_of(folder, **scored_by_rule)
-    assert set(inputs(config)) == {"actor_model"}
+    assert set(inputs(named_roles(config))) == {"actor_model"}
     check(config)
-    models = resolve_models(config).config
-    line = describe_critic(config, models)
-    assert (
-        models.critic_model == "policy" and line is not None and "(no score source is the run's reward model)" in line
-    )
+    [line] = notes(config, roles(config))
+    assert ", the policy, with a new value head (no score source is the run's reward model)" in line
     judged = config.model_copy(update={"judge": "learned"})
-    assert set(inputs(judged)) == {"actor_model", "reward_model"}
+    assert set(inputs(named_roles(judged))) == {"actor_model", "reward_model"}
     named = config_of(folder, reward=("length,target=5",))
-    assert resolve_models(named).config.critic_model == str(folder / "same")
+    critic = role_of(roles(named), CRITIC)
+    assert critic is not None and critic.path == str(folder / "same")
     named = named.model_copy(update={"reward_model": str(folder / "other")})
-    models = resolve_models(named).config
-    assert models.critic_model == "policy" and "another tokenizer" in str(describe_critic(named, models))
+    critic = role_of(roles(named), CRITIC)
+    assert critic is not None and critic.path == str(folder / "policy") and "another tokenizer" in critic.reason
+    assert inputs([critic]) == dict.fromkeys(["reward_model", "critic_model"], str(folder / "other"))
     with pytest.raises(UserError, match=r"reward_model not found at .*; run step2_reward first") as refused:
         check(config.model_copy(update={"critic_model": "reward"}))
     assert "--reward-model" in str(refused.value)
     own = (f"learned,model={folder / 'step2_reward'}",)
-    assert set(inputs(config_of(folder, reward_model=None, reward=own))) == {"actor_model"}
+    assert set(inputs(named_roles(config_of(folder, reward_model=None, reward=own)))) == {"actor_model"}
 
 
 def test_a_run_with_a_head_on_the_actor_leaves_both_models(
@@ -167,6 +164,7 @@ def test_a_run_with_a_head_on_the_actor_leaves_both_models(
     [
         ("actor_model", "t5", r"got an encoder-decoder \(t5\), expected a causal language model"),
         ("reward_model", "bart", r"got an encoder-decoder \(bart\)"),
+        ("reward", "bart", r"got an encoder-decoder \(bart\)"),
         ("actor_model", "mamba", "got a mamba, expected an attention model"),
         ("actor_model", "rwkv", "got a rwkv, expected an attention model"),
         ("actor_model", "vit", "no causal language model of the type vit"),
@@ -179,7 +177,7 @@ def test_models_that_cannot_be_trained_are_refused_at_once(
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=problem):
-        check(config_of(folder, **{option: str(tmp_path)}))
+        check(config_of(folder, **{option: f"learned,model={tmp_path}" if option == "reward" else str(tmp_path)}))
 
 
 def test_a_reward_model_must_have_room_for_every_prompt(folder: Path, tmp_path: Path) -> None:

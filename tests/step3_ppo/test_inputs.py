@@ -99,9 +99,9 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
     drawn = []
     for seed in (3, 4):
         config = options(tmp_path, seed=seed)
-        tokenizer = ppo.check(config).tokenizer
+        checked = ppo.check(config)
         with tiny.one_rank():
-            game = set_up(config, tokenizer, None)
+            game = set_up(config, checked.roles, checked.tokenizer, None)
             assert isinstance(game.scorer.reference.source, FrozenEngine)
             with game.actor.inference() as actor, game.scorer.reference.source.inference() as reference:
                 own, other = actor.state_dict(), reference.state_dict()
@@ -113,7 +113,7 @@ def test_a_reference_drawn_from_a_config_is_the_actor_as_it_was_drawn(tmp_path: 
 def test_one_device_packs_the_rows_of_steps_1_and_2(tmp_path: Path) -> None:
     """A model whose rows several ranks share computes padding."""
     for _, stage, config in each_stage(tmp_path)[:2]:
-        tokenizer, data = stage.check(config)
+        _, tokenizer, data = stage.check(config)
         with tiny.one_rank():
             module = stage.load(config, "demo-llama", tokenizer, data, 1).engine.module
             assert packs(getattr(module, "lm", None) or module.backbone, 1)

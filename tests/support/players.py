@@ -25,10 +25,11 @@ from step3_ppo import algorithms, stage
 from step3_ppo.algorithms import Iteration
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner, selected_file
+from step3_ppo.models import OnTrunk
 from step3_ppo.ptx import Ptx
+from step3_ppo.roles import ACTOR, CRITIC, REFERENCE
 from step3_ppo.rollout import Reference, Scorer, ScoreScaling, generate, score
 from step3_ppo.schedule import Schedule
-from step3_ppo.trunk import ACTOR, CRITIC, REFERENCE, Roles
 from step3_ppo.update import CreditedRollout, Trained, gather, update
 from tests.support import tiny
 
@@ -155,18 +156,19 @@ def players(algorithm: str, **changes: Any) -> Players:
     )
 
 
-def on_a_trunk(config: Any) -> Roles:
+def on_a_trunk(config: Any) -> OnTrunk:
     """Policy, reference and critic as adapters on one language model."""
     trunk = Trunk(language_model())
     options = adapters.peft_options(config.adapter, trunk.lm.config)
-    for seed, role in enumerate((ACTOR, REFERENCE, CRITIC)):
+    for seed, role in enumerate(part.on_trunk_as for part in (ACTOR, REFERENCE, CRITIC)):
         torch.manual_seed(max(1, seed))  # the policy starts as the reference
         trunk.create(role, options)
         for name, weight in trunk.lm.named_parameters():
             if role in name.split("."):
                 torch.nn.init.normal_(weight, 0.0, 0.1)
-    critic = ScalarRole(trunk, CRITIC, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]), trained=True)
-    return Roles(PolicyRole(trunk, ACTOR), PolicyRole(trunk, REFERENCE, trained=False), critic, None)
+    critic = ScalarRole(trunk, CRITIC.on_trunk_as, ScoreHead(torch.linspace(-1, 1, tiny.WIDTH)[None]), trained=True)
+    actor, reference = (PolicyRole(trunk, part.on_trunk_as, part is ACTOR) for part in (ACTOR, REFERENCE))
+    return OnTrunk(actor, reference, critic, {})
 
 
 def on_stage(game: Players) -> Learner:

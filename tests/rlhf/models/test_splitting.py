@@ -13,10 +13,10 @@ from rlhf.config.options import EngineOptions, FrozenOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, replicas
-from rlhf.plan.command import plan_stages
+from rlhf.plan.command import bound, plan_stages
 from rlhf.plan.devices import PlanOptions
 from step1_sft.config import SFTConfig
-from step1_sft.plan import workload as sft_workload
+from step1_sft.stage import FINE_TUNING
 from step3_ppo.algorithms.ppo import Config as PPOConfig
 from step3_ppo.inputs import check as check_ppo
 from tests.support import forked_ranks, tiny
@@ -186,7 +186,7 @@ def test_what_step_3_refuses(options: dict[str, Any], message: str) -> None:
 def test_a_plan_does_not_know_them(name: str) -> None:
     options = SFTConfig(model="opt-125m", **{name: 2})
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2: --plan and --zero-stage auto"):
-        plan_stages({"sft": (options, sft_workload)}, PlanOptions(devices=2, device="H100"), 1, {})
+        plan_stages({"sft": (options, bound(FINE_TUNING, options, {}))}, PlanOptions(devices=2, device="H100"), 1)
 
 
 def test_frozen_models_are_whole_beside_split_ones() -> None:

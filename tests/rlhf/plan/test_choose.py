@@ -19,10 +19,11 @@ from rlhf.plan import choose, command, machine
 from rlhf.plan.devices import DEVICES, SLOW_BF16, Device, PlanOptions, device_of_driver, device_of_kind
 from rlhf.plan.forecast import Forecast, Workload, forecast
 from rlhf.plan.machine import Machine, describe_machine
-from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
+from step1_sft.stage import FINE_TUNING
 from step3_ppo.algorithms.ppo import Config as PPO
 from tests.support import tiny
+from tests.support.plans import workload_of
 
 ALL_RECIPES = (Path(train.__file__).parents[2] / "configs/recipes").glob("*.yaml")
 QUICK = ("opt-1.3b-2x3090", "opt-1.3b-8xa100", "opt-1.3b-a100")
@@ -64,7 +65,7 @@ def sft(model_path: str, **changes: Any) -> SFTConfig:
 
 
 def workload(candidate: Any) -> Workload:
-    return sft_plan.workload(candidate, "H100", {})
+    return workload_of(FINE_TUNING, candidate, "H100", {})
 
 
 # --- devices
@@ -206,7 +207,7 @@ def test_auto_on_a_card_without_bf16_is_planned_as_fp16(model_path: str) -> None
     """Its optimizer has other buffers than that of bf16, and splits the state of one process too."""
 
     def work(candidate: Any) -> Workload:
-        return sft_plan.workload(candidate, "T4", {})
+        return workload_of(FINE_TUNING, candidate, "T4", {})
 
     auto, fp16, bf16 = (forecast(work(sft(model_path, dtype=dtype)), gpus(16e9)) for dtype in ("auto", "fp16", "bf16"))
     assert auto.workload.dtype == torch.float16
@@ -227,13 +228,13 @@ def test_auto_is_replaced_and_reported(model_path: str, capsys: pytest.CaptureFi
     def resolved_on(options: SFTConfig, memory: str) -> Any:
         named = {"device": "H100", "devices": 4, "device_memory": memory, "host_memory": "9GB"}
         cards = PlanOptions.model_validate(named)
-        return command.resolve_zero_stage(options, sft_plan.workload, cards, 1, {})
+        return command.resolve_zero_stage(options, command.bound(FINE_TUNING, options, {}), cards, 1)
 
     chosen = resolved_on(auto, "80GB")
     assert capsys.readouterr().out == f"step1_sft: --zero-stage auto is --zero-stage {chosen.zero_stage}\n"
     assert chosen == auto.model_copy(update={"zero_stage": chosen.zero_stage})
     explicit = sft(model_path, zero_stage=3)
-    assert resolved_on(explicit, "80GB") is explicit and not capsys.readouterr().out
+    assert command.resolve_standalone(explicit, FINE_TUNING) is explicit and not capsys.readouterr().out
     with pytest.raises(UserError, match=r"--zero-stage auto: nothing fits; .*GB more on each of 4 devices.*--adapter"):
         resolved_on(auto, "10KB")
 
@@ -276,7 +277,7 @@ def test_the_proposed_command_sets_the_first_setting(memory: str, offloads: bool
     by_words = resolved(*shlex.split(line)[2:])
     assert by_words.sft.offload_optimizer == offloads
     card = PlanOptions.model_validate({"device": "3090", "device_memory": memory, "host_memory": "9GB"})
-    assert forecast(sft_plan.workload(by_words.sft, "H100", {}), describe_machine(card, 1)).fits
+    assert forecast(workload_of(FINE_TUNING, by_words.sft, "H100", {}), describe_machine(card, 1)).fits
 
 
 def test_a_plan_looks_for_adapters_where_no_setting_fits() -> None:
@@ -311,9 +312,9 @@ def plans_of(*words: str) -> list[Forecast]:
     target = describe_machine(chain, 1)
     assert chain.device is not None and target.count == chain.devices
     assert (chain.deployment_type == "single_node") == (target.count > 1)
-    starts = {"actor_model": chain.actor_model, "reward_model": chain.reward_model}
+    starts: dict[str, str] = {"actor_model": chain.actor_model, "reward_model": str(chain.reward_model)}
     return [
-        forecast(load(step).workload(getattr(chain, section), target.device.kind, starts), target)
+        forecast(workload_of(load(step), getattr(chain, section), target.device.kind, starts), target)
         for step, section in SECTIONS.items()
     ]
 

@@ -18,18 +18,19 @@ from rlhf.plan import activations, machine, sizes, zero
 from rlhf.plan.activations import PassShape
 from rlhf.plan.command import report
 from rlhf.plan.devices import Device, PlanOptions
-from rlhf.plan.forecast import forecast
+from rlhf.plan.forecast import forecast, stored_size
 from rlhf.plan.machine import Machine
 from rlhf.plan.sizes import WHOLE, Setup, Size
 from rlhf.plan.zero import Bytes, RankLayout
-from step1_sft import plan as sft_plan
 from step1_sft.config import SFTConfig
-from step2_reward import plan as reward_plan
+from step1_sft.stage import FINE_TUNING
 from step2_reward.config import RewardConfig
-from step3_ppo import plan as ppo_plan
+from step2_reward.stage import REWARD_MODELLING
 from step3_ppo.algorithms.grpo import Config as GRPO
 from step3_ppo.algorithms.ppo import Config as PPO
+from step3_ppo.stage import REINFORCEMENT
 from tests.support import engine_runs, tiny
+from tests.support.plans import workload_of
 
 
 @pytest.fixture
@@ -240,7 +241,7 @@ def test_the_models_of_step_3(model_path: str) -> None:
     model_paths = {"actor_model": model_path, "reward_model": model_path}
 
     def roles(config: Any) -> list[str]:
-        return [model.role for model in ppo_plan.workload(config, "cpu", model_paths).models]
+        return [model.part.name for model in workload_of(REINFORCEMENT, config, "cpu", model_paths).models]
 
     assert roles(PPO()) == ["actor", "reference", "critic", "reward model"]
     assert roles(PPO(adapter="lora")) == ["actor", "critic", "reward model"]
@@ -253,7 +254,9 @@ def test_the_models_of_step_3(model_path: str) -> None:
 
 
 def test_memory_of_step_3_is_that_of_all_models(model_path: str) -> None:
-    workload = ppo_plan.workload(PPO(dtype="bf16"), "H100", {"actor_model": model_path, "reward_model": model_path})
+    workload = workload_of(
+        REINFORCEMENT, PPO(dtype="bf16"), "H100", {"actor_model": model_path, "reward_model": model_path}
+    )
     result = forecast(workload, four_gpus(80e9))
     resident = sum(model.memory.resident.device for model in result.models)
     assert result.peak > resident and result.fits and result.host_peak == machine.PROGRAM
@@ -268,12 +271,12 @@ def test_one_model_at_a_time_is_gathered_to_score(model_path: str) -> None:
     """Step 3 leaves the actor's `inference()` before the reference's: by hand, what stays, the weights of one model in
     bf16, and its activations."""
     paths = {"actor_model": model_path, "reward_model": model_path}
-    result = forecast(ppo_plan.workload(PPO(dtype="bf16", zero_stage=3), "H100", paths), four_gpus(80e9))
+    result = forecast(workload_of(REINFORCEMENT, PPO(dtype="bf16", zero_stage=3), "H100", paths), four_gpus(80e9))
     resident = sum(model.memory.resident.device for model in result.models)
     moments = {moment.name: moment.bytes.device for moment in result.moments}
     for model in result.models:
         scoring = resident + 2 * model.size.total + model.activations.inference
-        assert moments[f"{model.spec.role}: score"] == scoring, model.spec.role
+        assert moments[f"{model.role.part.name}: score"] == scoring, model.role.part.name
 
 
 def test_passes_without_gradients_have_rows_of_their_own(model_path: str) -> None:
@@ -281,7 +284,7 @@ def test_passes_without_gradients_have_rows_of_their_own(model_path: str) -> Non
 
     def evaluation(rows: int | None) -> float:
         config = SFTConfig(model=model_path, dtype="bf16", micro_batch_size=2, eval_batch_size=rows, max_length=512)
-        (model,) = forecast(sft_plan.workload(config, "H100", {}), four_gpus(80e9)).models
+        (model,) = forecast(workload_of(FINE_TUNING, config, "H100", {}), four_gpus(80e9)).models
         return model.activations.inference
 
     logits = 2 * 511 * sizes.size(model_path, "lm").vocabulary
@@ -293,8 +296,8 @@ def test_a_backend_with_its_own_memory(model_path: str) -> None:
     """While it generates, its share of the 80 GB replaces the actor's cache; other moments do not change."""
 
     def moments(**changes: Any) -> dict[str, float]:
-        workload = ppo_plan.workload(
-            PPO(dtype="bf16", **changes), "H100", {"actor_model": model_path, "reward_model": model_path}
+        workload = workload_of(
+            REINFORCEMENT, PPO(dtype="bf16", **changes), "H100", {"actor_model": model_path, "reward_model": model_path}
         )
         result = forecast(workload, four_gpus(80e9))
         return {moment.name: moment.bytes.device for moment in result.moments}
@@ -306,17 +309,17 @@ def test_a_backend_with_its_own_memory(model_path: str) -> None:
 
 
 def test_a_checkpoint_has_twelve_bytes_per_trained_weight(model_path: str) -> None:
-    workload = sft_plan.workload(SFTConfig(model=model_path, dtype="bf16", keep=3), "H100", {})
+    workload = workload_of(FINE_TUNING, SFTConfig(model=model_path, dtype="bf16", keep=3), "H100", {})
     weights = sizes.size(model_path, "lm").total
     assert forecast(workload, four_gpus(80e9)).disk == 12 * weights * 4 + 2 * weights
     best = SFTConfig(model=model_path, dtype="bf16", keep=3, eval_every=5, keep_best="eval_perplexity")
-    plan = forecast(sft_plan.workload(best, "H100", {}), four_gpus(80e9))
+    plan = forecast(workload_of(FINE_TUNING, best, "H100", {}), four_gpus(80e9))
     assert plan.disk == 16 * weights * 4 + 2 * weights  # the best weights too, in fp32
 
     def disk(**changes: Any) -> float:
         policy = PPO(dtype="bf16", keep=3, eval_every=5, **changes)
         paths = {"actor_model": model_path, "reward_model": model_path}
-        return forecast(ppo_plan.workload(policy, "H100", paths), four_gpus(80e9)).disk
+        return forecast(workload_of(REINFORCEMENT, policy, "H100", paths), four_gpus(80e9)).disk
 
     copy = 4 * weights * 4 + 2 * weights
     assert disk(keep_best="eval_score") - disk() == disk(ema_decay=0.9) - disk() == copy
@@ -330,32 +333,39 @@ def test_every_copy_of_the_weights_is_in_memory_all_the_time(model_path: str) ->
 
     def moments(**changes: Any) -> dict[str, float]:
         config = PPO(dtype="bf16", eval_every=5, **changes)
-        return {m.name: m.bytes.device for m in forecast(ppo_plan.workload(config, "H100", paths), machine).moments}
+        return {
+            m.name: m.bytes.device for m in forecast(workload_of(REINFORCEMENT, config, "H100", paths), machine).moments
+        }
 
     without = moments()
     for changes, copies in (({"ema_decay": 0.9}, 1), ({"keep_best": "eval_score", "ema_decay": 0.9}, 2)):
         grown = {name: value - without[name] for name, value in moments(**changes).items()}
         assert grown == dict.fromkeys(without, 4 * copies * math.ceil(weights / 4))
-    for plan, kind, metric in ((sft_plan, SFTConfig, "eval_perplexity"), (reward_plan, RewardConfig, "eval_accuracy")):
+    for stage, kind, metric in (
+        (FINE_TUNING, SFTConfig, "eval_perplexity"),
+        (REWARD_MODELLING, RewardConfig, "eval_accuracy"),
+    ):
         options: dict[str, Any] = {"model": model_path, "dtype": "bf16", "eval_every": 5}
         peaks = [
-            forecast(plan.workload(kind(**options, **more), "H100", {}), machine).peak
+            forecast(workload_of(stage, kind(**options, **more), "H100", {}), machine).peak
             for more in ({}, {"keep_best": metric})
         ]
-        trained = forecast(plan.workload(kind(**options), "H100", {}), machine).models[0].size.trained
+        trained = forecast(workload_of(stage, kind(**options), "H100", {}), machine).models[0].size.trained
         assert peaks[1] - peaks[0] == 4 * math.ceil(trained / 4)
 
 
 def test_a_token_budget_counts_whole_rows_and_both_sides_of_pairs() -> None:
     options: dict[str, Any] = {"batch_tokens": 4096, "max_length": 512}
-    assert sft_plan.workload(SFTConfig(**options), "cpu", {}).batch == 8
-    assert reward_plan.workload(RewardConfig(**options), "cpu", {}).batch == 4
+    assert workload_of(FINE_TUNING, SFTConfig(**options), "cpu", {}).batch == 8
+    assert workload_of(REWARD_MODELLING, RewardConfig(**options), "cpu", {}).batch == 4
 
 
 def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
     """A plan reads no data, so it counts one pair per row and notes that ranked lists have more."""
     config = RewardConfig(model=model_path, batch_size=8, micro_batch_size=2, max_length=16, dtype="fp32")
-    text = report(forecast(reward_plan.workload(config, "cpu", {}), machine.describe_machine(PlanOptions(), 1)))
+    text = report(
+        forecast(workload_of(REWARD_MODELLING, config, "cpu", {}), machine.describe_machine(PlanOptions(), 1))
+    )
     assert "4 micro-batches of 2 x 16 tokens" in text
     assert "one pair a row is assumed; a ranked list of K responses is K (K - 1) / 2 pairs" in text
 
@@ -363,18 +373,22 @@ def test_a_plan_notes_the_cost_of_ranked_lists(model_path: str) -> None:
 def test_a_shared_trunk_is_one_base_model_and_four_adapters(model_path: str) -> None:
     """By hand: the weights of one model in bf16, four adapters and two heads of 32 numbers; Adam's states of two."""
     options: dict[str, Any] = {"actor_model": None, "share_trunk": True, "adapter": "lora,r=4", "dtype": "bf16"}
-    workload = ppo_plan.workload(PPO(**options), "cpu", {"actor_model": model_path, "reward_model": model_path})
-    assert [spec.role for spec in workload.models] == ["actor", "reference", "critic", "reward model"]
+    workload = workload_of(
+        REINFORCEMENT, PPO(**options), "cpu", {"actor_model": model_path, "reward_model": model_path}
+    )
+    assert [role.part.name for role in workload.models] == ["actor", "reference", "critic", "reward model"]
     base = sizes.size(model_path, "lm").total
     adapter = sizes.size(model_path, "lm", Setup("lora,r=4")).trained
-    stored = [spec.stored() for spec in workload.models]
+    stored = [stored_size(role) for role in workload.models]
     assert [size.total for size in stored] == [base + adapter, adapter, adapter + tiny.WIDTH, adapter + tiny.WIDTH]
     assert [size.trained for size in stored] == [adapter, 0, adapter + tiny.WIDTH, 0]
     plan = forecast(workload, machine.describe_machine(PlanOptions(device="cpu", devices=1), 1))
     weights = sum(model.memory.weights.total for model in plan.models)
     assert weights == 2 * (base + 4 * adapter + 2 * tiny.WIDTH)
-    quantized = ppo_plan.workload(
-        PPO(**options, quantize="nf4"), "cpu", {"actor_model": model_path, "reward_model": model_path}
+    quantized = workload_of(
+        REINFORCEMENT, PPO(**options, quantize="nf4"), "cpu", {"actor_model": model_path, "reward_model": model_path}
     )
-    assert [spec.stored().weight_bytes(2) for spec in quantized.models[1:]] == [2 * size.total for size in stored[1:]]
+    assert [stored_size(role).weight_bytes(2) for role in quantized.models[1:]] == [
+        2 * size.total for size in stored[1:]
+    ]
     assert plan.disk < 2 * base + 3 * 4 * 3 * 2 * (adapter + tiny.WIDTH)  # models are saved as adapters

@@ -17,14 +17,17 @@ from rlhf.plan import command
 from rlhf.plan.activations import PassShape
 from rlhf.plan.command import report
 from rlhf.plan.devices import Device, PlanOptions
-from rlhf.plan.forecast import ModelSpec, RolloutWork, Workload, forecast
+from rlhf.plan.forecast import RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine
 from rlhf.plan.zero import Bytes
-from step1_sft import plan as sft_plan
+from rlhf.roles import Role
 from step1_sft.config import SFTConfig
-from step3_ppo import plan as ppo_plan
+from step1_sft.stage import FINE_TUNING
 from step3_ppo.algorithms.ppo import Config as PPO
+from step3_ppo.roles import ACTOR
+from step3_ppo.stage import REINFORCEMENT
 from tests.support import tiny
+from tests.support.plans import workload_of
 
 
 @pytest.fixture
@@ -45,16 +48,18 @@ def four_gpus(memory: float, count: int = 4, host: float = 1e15) -> Machine:
 
 
 def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None:
+    config = SFTConfig(model=model_path, dtype="bf16")
+
     def plan_text(memory: str) -> str:
-        stages = {"sft": (SFTConfig(model=model_path, dtype="bf16"), sft_plan.workload)}
+        stages = {"sft": (config, command.bound(FINE_TUNING, config, {}))}
         machine = PlanOptions.model_validate({"devices": 8, "device_memory": memory, "host_memory": "9GB"})
-        return command.format_plans(command.plan_stages(stages, machine, 1, {}))
+        return command.format_plans(command.plan_stages(stages, machine, 1))
 
     assert "step1_sft on 8 x A100, bfloat16" in plan_text("80GB") and "\n  fits\n" in plan_text("80GB")
     assert "does not fit" in plan_text("1MB") and "more on each of 8 devices" in plan_text("1MB")
     assert "disk for all stages" in plan_text("80GB")
-    with pytest.raises(UserError, match="no actor_model: name one"):
-        command.plan_stages({"ppo": (PPO(), ppo_plan.workload)}, PlanOptions(), 1, {})
+    with pytest.raises(UserError, match=r"actor_model not found at .*; run step1_sft first, or name one with --act"):
+        command.bound(REINFORCEMENT, PPO(output_dir="none"), {})
     assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
     assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
 
@@ -63,7 +68,8 @@ def test_the_cells_of_a_plan_stand_apart(model_path: str) -> None:
     """As of OPT-1.3B on two devices with an offloaded optimizer: `+10.5cpu` is followed by `2.21+1.52cpu`."""
     config = PPO(dtype="bf16", offload_optimizer=True, adapter="lora")
     plan = forecast(
-        ppo_plan.workload(config, "cuda", {"actor_model": model_path, "reward_model": model_path}), four_gpus(80e9)
+        workload_of(REINFORCEMENT, config, "cuda", {"actor_model": model_path, "reward_model": model_path}),
+        four_gpus(80e9),
     )
     wide = Bytes(99.9e9, 99.9e9)
     actor, critic, *rest = plan.models
@@ -76,7 +82,7 @@ def test_the_cells_of_a_plan_stand_apart(model_path: str) -> None:
 
 
 def test_a_rollout_has_at_most_a_devices_share_of_the_batch(model_path: str) -> None:
-    model = ModelSpec("actor", model_path, "lm", options())
+    model = Role(ACTOR, model_path, options())
     workload = Workload(
         "step3_ppo", (model,), torch.bfloat16, 8, 4, PassShape(4, 24, 8, True), 2, RolloutWork(64, 16, 8, 1)
     )

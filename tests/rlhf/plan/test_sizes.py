@@ -18,9 +18,10 @@ from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import forecast
 from rlhf.plan.sizes import Setup
 from rlhf.plan.zero import RankLayout
-from step3_ppo import plan as ppo_plan
 from step3_ppo.algorithms.grpo import Config as GRPO
+from step3_ppo.stage import REINFORCEMENT
 from tests.support import tiny
+from tests.support.plans import workload_of
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_sampling_on_a_cpu_has_a_second_copy_of_the_linear_layers(model_path: st
                   "adapter": "lora,r=2"}  # fmt: skip
     on_cpu = machine.describe_machine(PlanOptions(device="cpu", devices=1), 1)
     generating = [
-        {m.name: m.bytes.total for m in forecast(ppo_plan.workload(options, "cpu", starts), on_cpu).moments}[
+        {m.name: m.bytes.total for m in forecast(workload_of(REINFORCEMENT, options, "cpu", starts), on_cpu).moments}[
             "actor: generate"
         ]
         for options in (GRPO(**rules, torch_compile=compiled) for compiled in (False, True))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlhf.roles import inputs
 from rlhf.storage import manifests
 from rlhf.training import checkpoints, logs, progress
 from step1_sft.stage import FINE_TUNING as stage
@@ -42,7 +43,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> power.Disk:
 
 
 def standing() -> str:
-    return progress.stage_status(stage.declaration, OPTIONS, stage.inputs(OPTIONS), partial(stage.content, OPTIONS), {})
+    return progress.stage_status(
+        stage.declaration, OPTIONS, inputs(stage.named_roles(OPTIONS)), partial(stage.content, OPTIONS), {}
+    )
 
 
 def logged() -> list[str]:
