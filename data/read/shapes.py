@@ -249,18 +249,35 @@ def _read_single(prompt_column: str, column: str, record: Record, location: str,
     return Row(prompt, response.content, None, first_user_text(prompt), extra, response_keys=keys, weight=weight)
 
 
-def _read_ranked(prompt_column: str, record: Record, location: str, extra: Record) -> Ranked:
+def _read_ranked(prompt_column: str, column: str, record: Record, location: str, extra: Record) -> Ranked:
+    """A list of responses: by the numbers in another column, of which one without a number is left out, or by order."""
     prompt = read_prompt(record, prompt_column, location)
-    if not isinstance(record["responses"], list):
-        got = short_json(record["responses"])
-        raise UserError(f"{location}: responses: got {got}, expected a list of responses")
-    ranked = _rank_by_order(prompt, record, "responses", location, extra)
-    for column, sign in (("scores", 1), ("ranks", -1)):
-        if record.get(column) is not None:
-            values = _read_numbers(record, column, location, len(ranked.responses))
-            responses = [(text, sign * value) for (text, _), value in zip(ranked.responses, values, strict=True)]
-            return Ranked(prompt, tuple(responses), ranked.group, extra)
+    if not isinstance(record[column], list):
+        got = short_json(record[column])
+        raise UserError(f"{location}: {column}: got {got}, expected a list of responses")
+    ranked = _rank_by_order(prompt, record, column, location, extra)
+    for numbers, sign in RATINGS:
+        if record.get(numbers) is not None:
+            values = _read_numbers(record, numbers, location, len(ranked.responses))
+            rated = zip(ranked.responses, values, strict=True)
+            responses = tuple((text, sign * value) for (text, _), value in rated if value is not None)
+            if not responses:
+                raise Unusable("no response with a rating")
+            return Ranked(prompt, responses, ranked.group, extra)
     return ranked
+
+
+def _read_rated(prompt_column: str, record: Record, location: str, extra: Record) -> Ranked:
+    """Several responses, each with its rating, as UltraFeedback has them; one without a rating is left out."""
+    prompt = read_prompt(record, prompt_column, location)
+    responses = []
+    for at, each in read_structs(record, "completions", location):
+        rating = next((name for name in ("overall_score", "score", "rating") if each.get(name) is not None), None)
+        if rating is not None:
+            responses.append((read_response_text(each, "response", at), read_number(each, rating, at)))
+    if not responses:
+        raise Unusable("no response with a rating")
+    return Ranked(prompt, tuple(responses), first_user_text(prompt), extra)
 
 
 def _rank_by_order(prompt: tuple[Message, ...], record: Record, column: str, location: str, extra: Record) -> Ranked:
@@ -272,13 +289,13 @@ def _rank_by_order(prompt: tuple[Message, ...], record: Record, column: str, loc
     return Ranked(prompt, responses, first_user_text(prompt), extra)
 
 
-def _read_numbers(record: Record, column: str, location: str, count: int) -> list[float]:
+def _read_numbers(record: Record, column: str, location: str, count: int) -> list[float | None]:
     values = record[column]
     if not isinstance(values, list) or len(values) != count:
         expected = f"{count} numbers, one for each response"
         raise UserError(f"{location}: {column}: got {short_json(values)}, expected {expected}")
     elements = {f"{column}[{i}]": value for i, value in enumerate(values)}
-    return [read_number(elements, name, location) for name in elements]
+    return [None if value is None else read_number(elements, name, location) for name, value in elements.items()]
 
 
 def _read_labelled(shape: Shape, record: Record, location: str, extra: Record) -> Labelled:
@@ -328,6 +345,11 @@ SYSTEM_COLUMN = ("system",)
 INSTRUCTION_COLUMNS = ("system", "input", "context", "history")
 """optional columns of an instruction"""
 
+RANKED_PROMPTS = (("prompt", SYSTEM_COLUMN), ("instruction", INSTRUCTION_COLUMNS), ("question", SYSTEM_COLUMN))
+"""columns of the prompt of a ranked list, each with its optional columns"""
+RATINGS = (("scores", 1), ("ratings", 1), ("ranks", -1))
+"""columns that order the responses of a list, and their sign: the highest is the best, or the lowest"""
+
 SINGLES = (
     *(
         Shape((column, response), SINGLE, partial(_read_single, column, response), optional)
@@ -361,12 +383,13 @@ SHAPES = (
     Shape(("context", "completions"), PAIR, _read_with_ranks, SYSTEM_COLUMN),
     Shape(("prompt", "response_a", "response_b", "preference"), PAIR, _read_voted, SYSTEM_COLUMN),
     *(
-        Shape((column, "responses"), PAIR, partial(_read_ranked, column), (*optional, "scores", "ranks"))
-        for column, optional in (
-            ("prompt", SYSTEM_COLUMN),
-            ("instruction", INSTRUCTION_COLUMNS),
-            ("question", SYSTEM_COLUMN),
-        )
+        Shape((column, responses), PAIR, partial(_read_ranked, column, responses), (*optional, *dict(RATINGS)))
+        for column, optional in RANKED_PROMPTS
+        for responses in ("responses", "generations")  # distilabel's
+    ),
+    *(
+        Shape((column, "completions"), PAIR, partial(_read_rated, column), optional)
+        for column, optional in RANKED_PROMPTS
     ),
     *SINGLES,
     *(Shape((*shape.columns, "label"), SINGLE, partial(_read_labelled, shape), shape.optional) for shape in SINGLES),

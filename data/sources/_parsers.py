@@ -45,7 +45,7 @@ HTML = tuple(
 MAX_ANSWERS = 10
 HELPSTEER_TURN = re.compile(r"\n?<extra_id_1>(User|Assistant)\n")
 SAFETY = ("is_response_0_safe", "is_response_1_safe", "better_response_id", "safer_response_id")
-WINNERS = ("model_a", "model_b", "tie", "tie (bothbad)")
+WINNERS = ("model_a", "model_b", "tie", "tie (bothbad)", "both_bad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,21 @@ def _split_last(chosen: Sequence[Message], rejected: Sequence[Message]) -> tuple
 def chatbot_arena(record: Record, location: str) -> Row:
     """Votes between two models' conversations (arXiv 2306.05685). After the first turn each model has its own, so a
     pair needs the same messages before the last response."""
-    sides = [read_dialogue(record, column, location) for column in ("conversation_a", "conversation_b")]
+    columns = ("conversation_a", "conversation_b")
+    if any(has_images(turn.get("content")) for column in columns for _, turn in read_structs(record, column, location)):
+        raise Unusable("an image in the dialogue")
+    sides = [read_dialogue(record, column, location) for column in columns]
     winner = read_choice(record, "winner", location, WINNERS)
-    if winner.startswith("tie"):
+    if winner not in ("model_a", "model_b"):
         raise Unusable("tie")
     prompt, chosen, rejected = _split_last(*(sides if winner == "model_a" else sides[::-1]))
-    columns = select_columns(record, "question_id", "language")
-    return Row(prompt, chosen, rejected, first_user_text(prompt), columns)
+    return Row(prompt, chosen, rejected, first_user_text(prompt), select_columns(record, "question_id", "language"))
+
+
+def has_images(content: object) -> bool:
+    """Whether a message's content has parts that are no text."""
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
 
 
 def hc3_chinese(record: Record, location: str) -> Row:

@@ -82,7 +82,10 @@ class Dataset:
 
 
 DATASETS = (
-    Dataset("chatbot_arena", ("lmsys/chatbot_arena_conversations",), parsers.chatbot_arena),
+    Dataset("chatbot_arena", (
+        "lmsys/chatbot_arena_conversations", "lmarena-ai/arena-human-preference-140k",
+        "lmarena-ai/arena-human-preference-100k",
+    ), parsers.chatbot_arena),
     # The hub has only a script; the English HC3 has the same columns.
     Dataset("hc3_chinese", ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3"), parsers.hc3_chinese),
     Dataset(

@@ -60,7 +60,11 @@ class Config(TableConfig):
     non_preferred_output: str | None = Field(None, repr=False)
     """column of the worse response beside it"""
     completions: str | None = Field(None, repr=False)
-    """column of the list of {rank, completion}, rank 0 the best"""
+    """column of the list of {rank, completion}, rank 0 the best, or of {response, score}, the highest the best"""
+    generations: str | None = Field(None, repr=False)
+    """column of the list of responses, by another name"""
+    ratings: str | None = Field(None, repr=False)
+    """column of the list of their scores, by another name"""
     label: str | None = None
     """column of whether the response is good: true or false"""
     messages: str | None = None

@@ -212,6 +212,22 @@ RECORDS: dict[str, tuple[dict[str, Any], Row | Ranked | Labelled]] = {
         Row(Q, None, None, "q"),
     ),
     "an empty prompt and response": ({"prompt": "", "response": ""}, Row(dialogue("u: "), "", None, "")),
+    "generations with ratings, one of which is missing": (
+        {"instruction": "q", "generations": ["bad", "unrated", "good"], "ratings": [1, None, 4.5]},
+        Ranked(Q, (("bad", 1.0), ("good", 4.5)), "q"),
+    ),
+    "rated completions as objects": (
+        {
+            "instruction": "q",
+            "completions": [
+                {"response": "bad", "overall_score": 2, "rating": 9, "model": "m"},
+                {"response": "unrated", "overall_score": None},
+                {"response": [ONE], "score": 4},
+            ],
+            "source": "x",
+        },
+        Ranked(Q, (("bad", 2.0), ("good", 4.0)), "q", {"source": "x"}),
+    ),
     "responses, best first": (
         {"prompt": "q", "responses": ["good", [ONE], "bad"], "id": 3},
         Ranked(Q, (("good", 0.0), ("good", -1.0), ("bad", -2.0)), "q", {"id": 3}),
@@ -257,11 +273,15 @@ VALUES: dict[str, Any] = {
     "input": {"messages": [ASK]},
     "preferred_output": [ONE],
     "non_preferred_output": [TWO],
-    "completions": [{"rank": 1, "completion": [TWO]}, {"rank": 0, "completion": [ONE]}],
+    "completions": [
+        {"rank": 1, "completion": [TWO], "response": "bad", "score": 1},
+        {"rank": 0, "completion": [ONE], "response": "good", "score": 2},
+    ],
     "response_a": "good",
     "response_b": "bad",
     "preference": "a",
     "responses": ["good", "bad"],
+    "generations": ["good", "bad"],
     "label": "true",
 }
 
@@ -274,7 +294,8 @@ def test_columns_determine_the_shape(shape: Shape) -> None:
     for columns in (tuple(record), tuple(reversed(record)), (*record, "id")):
         assert match_shape(columns, None, frozenset()) == (shape, tuple(set(columns) - set(record)))
     row = parse(record, "f:1")
-    assert isinstance(row, {"label": Labelled, "responses": Ranked, "completions": Ranked}.get(shape.columns[-1], Row))
+    kinds = {"label": Labelled, **dict.fromkeys(("responses", "generations", "completions"), Ranked)}
+    assert isinstance(row, kinds.get(shape.columns[-1], Row))
     assert row.prompt == (() if shape.name == "text" else Q)
 
 
@@ -290,6 +311,8 @@ UNUSABLE = (
     ({"prompt": [ASK, ONE], "response": "x"}, "prompt does not end in the user's turn"),
     ({"prompt": "\n\nHuman: q\n\nAssistant: a", "response": "x"}, "prompt does not end in the user's turn"),
     ({"prompt": "q", "responses": []}, "no response"),
+    ({"prompt": "q", "generations": ["a", "b"], "ratings": [None, None]}, "no response with a rating"),
+    ({"prompt": "q", "completions": [{"response": "a"}]}, "no response with a rating"),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": ""}, "no preference filled in"),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": None}, "no preference filled in"),
     ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "Tie"}, "tie"),

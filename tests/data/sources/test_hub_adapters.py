@@ -167,6 +167,15 @@ def test_arena_votes(tmp_path: Path) -> None:
     assert pairs(result) == [("a", "b"), ("b", "a"), "tie", "tie", "dialogues differ before the last turn"]
     row = parsers.chatbot_arena({**same, "winner": "model_b"}, "f:1")
     assert row == Row(say("q", "a", "then?"), "y", "x", "q")
+    parts = [[{"type": "text", "text": m["content"], "image": None}] for m in record["conversation_a"]]
+    newer = [{**m, "content": part} for m, part in zip(record["conversation_a"], parts, strict=True)]
+    pair = {"conversation_a": newer, "conversation_b": record["conversation_b"]}
+    assert parsers.chatbot_arena({**pair, "winner": "model_a"}, "f:1") == Row(say("q"), "a", "b", "q")
+    with pytest.raises(Unusable, match="tie"):
+        parsers.chatbot_arena({**pair, "winner": "both_bad"}, "f:1")
+    newer[0]["content"] = [*parts[0], {"type": "image", "image": "x"}]
+    with pytest.raises(Unusable, match="an image in the dialogue"):
+        parsers.chatbot_arena({**pair, "winner": "model_a"}, "f:1")
     with pytest.raises(Unusable, match="does not end in the assistant's turn"):
         parsers.chatbot_arena({**record, "conversation_b": messages_of("q"), "winner": "model_a"}, "f:1")
 
