@@ -144,7 +144,7 @@ class EngineOptions(Config):
     """recompute activations in the backward pass: less memory, about a third more time"""
     torch_compile: Flag = None
     """compile (torch.compile, C++): training and rollouts 1.4 times as fast on CPUs, after 10 to 120 s; ZeRO 0 to 2. By
-    default, on in runs on CPUs that are long enough to repay that"""
+    default, on in runs on CPUs that are long enough to repay that; on GPUs rollouts alone are compiled"""
     adapter: str | None = None
     """parameter-efficient method with its options, e.g. lora or lora,r=8,lora_alpha=16 (docs/adapters.md); it brings
     its own default learning rates. none = train all weights"""

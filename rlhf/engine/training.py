@@ -78,7 +78,10 @@ class Engine(Generic[M]):
         self._plain = effective_stage(options, dtype.itemsize, collectives.world_size()) == 0
         self._heads = [m for m in model.modules() if isinstance(m, ScoreHead) and m.weight.requires_grad]
         heads = [head.exact.detach().to(self.device) for head in self._heads]
-        optimizer = optimizers.build(model.to(self.device), options, rates, self._plain)
+        model.to(self.device)
+        if self.device.type == "cuda" and _decodes_compiled(options):
+            kernels.compile_decoding(model)
+        optimizer = optimizers.build(model, options, rates, self._plain)
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -317,6 +320,12 @@ def _param_offload(options: EngineOptions) -> Tree | None:
 
 def _offload_device(options: EngineOptions) -> Tree:
     return {"device": "cpu"} if options.offload_nvme is None else {"device": "nvme", "nvme_path": options.offload_nvme}
+
+
+def _decodes_compiled(options: EngineOptions) -> bool:
+    """Whether rollouts on a GPU are compiled: unless somebody says no, where weights are whole and plain."""
+    split = options.tensor_parallel_size > 1 or options.sequence_parallel_size > 1
+    return options.torch_compile is not False and options.zero_stage != 3 and not split and options.quantize == "none"
 
 
 def require_possible(options: EngineOptions, device: torch.device) -> None:

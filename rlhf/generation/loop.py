@@ -142,7 +142,7 @@ class _Rollout:
                 logits, cache = _read_padded(lm, self._prompts)
         self._choice.append(table, logits)
         del logits
-        with kernels.decode_step(lm, next_logits, self._fixed) as step:
+        with kernels.decode_step(lm, next_logits, _Choice.append, self._fixed) as fast:
             for column in range(self._start, self._end):
                 yield column
                 known = unfinished.observe(table.active)
@@ -157,24 +157,27 @@ class _Rollout:
                         table = table.moved_to_front(remaining)
                         unfinished.forget()
                 if memory.graphs is None:
-                    self._advance(step, table, cache, table.visible.shape[1] if self._fixed else column + 1)
+                    self._advance(fast, table, cache, table.visible.shape[1] if self._fixed else column + 1)
                 else:
                     width = memory.capacity(column + 1)
                     for layer in cast(list[StaticLayer], cache.layers):
                         layer.show(width)
                     memory.graphs.run(
                         (len(table.rows), width, self._choice),
-                        partial(self._advance, step, table, cache, width),
-                        partial(self._advance, _eager_next_logits, table, cache, width),
+                        partial(self._advance, fast, table, cache, width),
+                        partial(self._advance, (_eager_next_logits, _Choice.append), table, cache, width),
                     )
 
-    def _advance(self, step: kernels.Step, table: Table, cache: DynamicCache, width: int) -> None:
+    def _advance(
+        self, step: tuple[kernels.Step, kernels.Choice], table: Table, cache: DynamicCache, width: int
+    ) -> None:
         """Sample the next column. width: the number of columns that it depends on, or more"""
+        read, append = step
         table.visible.index_fill_(1, table.column, True)
         visible = table.visible[:, None, None, :width] if self._fixed else table.visible[:, :width].long()
-        logits = step(self._lm, table.newest[:, None], visible, table.positions[:, None], cache)
+        logits = read(self._lm, table.newest[:, None], visible, table.positions[:, None], cache)
         table.positions.add_(1)
-        self._choice.append(table, logits)
+        append(self._choice, table, logits)
 
 
 @dataclass(frozen=True, slots=True)

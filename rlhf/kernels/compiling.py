@@ -8,7 +8,8 @@ import functools
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,14 +18,16 @@ from transformers import PreTrainedModel
 from rlhf.errors import UserError
 from rlhf.kernels import attention
 
+R = TypeVar("R")
+
 
 def compile_layers(model: nn.Module) -> None:
     """Compile each layer of the transformers model in `model` at its first call."""
-    _configure()
+    configure()
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             attention.exclude_from_compiling(part)
-    for layer in _layers(model):
+    for layer in layers(model):
         layer.compile(dynamic=True, backend=_compile_or_run_eagerly)
 
 
@@ -60,7 +63,7 @@ def _warn_once(line: str) -> None:
     warnings.warn(line, stacklevel=3)
 
 
-def _configure() -> None:
+def configure() -> None:
     """Graphs of each vector width have their own entries in the compiler's cache on disk.
 
     Otherwise a graph compiled with AVX-512 is used on a machine with AVX2 only (different machines that share a cache,
@@ -84,10 +87,14 @@ def round_like_eager() -> None:
 
 
 @functools.cache
-def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.Graph], None]) -> Callable[..., Tensor]:
-    """Compile `function`, which runs a model without gradients, as one graph changed by `rewrite`.
+def compile_as_one_graph(
+    function: Callable[..., R], rewrite: Callable[[fx.Graph, Sequence[Tensor]], None], checked: bool = False
+) -> Callable[..., R]:
+    """Compile `function`, which runs without gradients, as one graph changed by `rewrite`, which also gets its inputs.
 
     One graph has no Python overhead between operations. If it cannot be compiled, it runs eagerly, with one warning.
+    checked: the graph rounds like separate operations, and its first results, if it has any, are compared with those of
+    `function`, which can run twice on the same arguments.
     """
     from torch._dynamo.exc import TorchDynamoException
 
@@ -98,13 +105,13 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
         from torch._inductor.compile_fx import compile_fx
 
         newly_compiled = True
-        rewrite(module.graph)
+        rewrite(module.graph, inputs)
         module.recompile()
-        return compile_fx(module, inputs)
+        return compile_fx(module, inputs, config_patches={"emulate_precision_casts": True} if checked else None)
 
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
-    def run(*arguments: object) -> Tensor:
+    def run(*arguments: object) -> R:
         nonlocal newly_compiled, possible
         if possible:
             try:
@@ -112,8 +119,11 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
                 if newly_compiled:
                     newly_compiled = False
                     gc.collect()  # objects of the compiler refer to `arguments`, such as a cache
+                    if checked and isinstance(result, Tensor):
+                        with eager():
+                            _require_alike(result, function(*arguments))
                 return result
-            except TorchDynamoException as error:
+            except (TorchDynamoException, _Wrong) as error:
                 possible = False
                 _warn_uncompiled("a decode step", error)
         with eager():
@@ -122,7 +132,21 @@ def compile_as_one_graph(function: Callable[..., Tensor], rewrite: Callable[[fx.
     return run
 
 
-def _layers(model: nn.Module, names: frozenset[str] = frozenset()) -> list[nn.Module]:
+class _Wrong(Exception):
+    """A graph has other results than its function."""
+
+
+def _require_alike(result: Tensor, expected: object) -> None:
+    """Raises: _Wrong if the results of a graph are further from those of its function than rounding moves them, which
+    is a hundredth in bf16; a mistake of indices gives other numbers altogether."""
+    assert isinstance(expected, Tensor)
+    finite = expected.isfinite()  # a token that is not in the vocabulary has a logit of -inf
+    difference, size = (x.float().masked_fill(~finite, 0.0).norm() for x in (result - expected, expected))
+    if not difference <= 0.1 * size:
+        raise _Wrong("its results are wrong")
+
+
+def layers(model: nn.Module, names: frozenset[str] = frozenset()) -> list[nn.Module]:
     """The layers: the outermost modules that transformers never splits over devices; `names`: of their classes.
 
     Their own modules, thousands with several adapters, are not visited.
@@ -131,7 +155,7 @@ def _layers(model: nn.Module, names: frozenset[str] = frozenset()) -> list[nn.Mo
         names |= frozenset(model._no_split_modules or ())
     if type(model).__name__ in names:
         return [model]
-    return list(dict.fromkeys(layer for child in model.children() for layer in _layers(child, names)))
+    return list(dict.fromkeys(layer for child in model.children() for layer in layers(child, names)))
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def warps_of(width: int) -> int:
     return 4 if width <= 128 else 8
 
 
-@torch.library.custom_op("rlhf::attend_one_token", mutates_args=())
+@torch.library.custom_op("rlhf::attend_one_token", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
     """softmax(scale q k^T) v of one token per row.
 

@@ -1,7 +1,7 @@
 """Whether a run compiles its layers, where the user sets neither --torch-compile nor --no-torch-compile.
 
-The choice depends on options, model, data and machine only: a run that is resumed has the same one. On GPUs nothing
-is compiled unasked: it was not measured there.
+The choice depends on options, model, data and machine only: a run that is resumed has the same one. On GPUs
+training is not compiled unasked, because it was not measured there; decode steps are (rlhf/kernels/decoding.py).
 """
 
 from rlhf import console

@@ -11,6 +11,7 @@ from rlhf import kernels
 from rlhf.chain import command as train
 from rlhf.config import parser
 from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
+from rlhf.engine import training
 from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
@@ -53,6 +54,23 @@ def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.Mon
             require_possible(EngineOptions(torch_compile=True, **more), CPU)  # type: ignore[arg-type]
     require_possible(EngineOptions(), CPU)
     assert devices == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"torch_compile": True, "zero_stage": 2}, True),
+        ({"torch_compile": False}, False),
+        ({"zero_stage": 3}, False),
+        ({"tensor_parallel_size": 2}, False),
+        ({"sequence_parallel_size": 2}, False),
+        ({"quantize": "nf4"}, False),
+    ],
+    ids=str,
+)
+def test_rollouts_on_a_gpu_are_compiled_where_weights_are_whole(options: dict[str, Any], expected: bool) -> None:
+    assert training._decodes_compiled(EngineOptions(**options)) is expected
 
 
 @pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])

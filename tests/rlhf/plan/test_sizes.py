@@ -64,7 +64,7 @@ def test_sampling_on_a_cpu_has_a_second_copy_of_the_linear_layers(model_path: st
     """In the order of oneDNN; compiled layers multiply by the weights as they are."""
     lm = adapters.wrap(tiny.causal_lm(), "lora,r=2")
     ids = torch.ones(3, 1, dtype=torch.long)
-    with decoding.decode_step(lm, next_logits, fixed=False) as step, torch.no_grad():
+    with decoding.decode_step(lm, next_logits, print, fixed=False) as (step, _), torch.no_grad():
         step(lm, ids, torch.ones_like(ids), torch.zeros_like(ids), DynamicCache())
         ordered = [module for module in lm.modules() if type(module) is decoding._SortedLinear]
     counts = sizes.size(model_path, "lm", Setup("lora,r=2"))
