@@ -101,7 +101,7 @@ def role_of(table: Iterable[Role], part: Part) -> Role | None:
 
 
 def with_options(table: Iterable[Role], config: Any) -> tuple[Role, ...]:
-    """The same models with other options: a setting that a plan tries, or a choice after the table was made."""
+    """The same models with other options: a setting that a plan tries."""
     return tuple(replace(role, options=role.part.options(config)) for role in table)
 
 

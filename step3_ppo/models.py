@@ -25,7 +25,7 @@ from rlhf.models.load import Loading, load_causal_lm
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, load_scalar_model, new_head, new_scalar_model, read_head
 from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
-from rlhf.roles import Role, role_of, with_options
+from rlhf.roles import Role, role_of
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
 from step3_ppo.config import Step3Config
@@ -58,7 +58,6 @@ def set_up(
     """Load every model of the table and build the engines. ptx_rows: of PPO-ptx"""
     if config.torch_compile and config.rescore:
         kernels.round_like_eager()  # otherwise the first ratio is not 1 and the first KL is not 0
-    table = with_options(table, config)  # they may have a compiler since the table was made
     policy_role, reference_role, *_ = table
     critic_role = role_of(table, CRITIC)
     context = reward_context(config, table, tokenizer)
@@ -130,6 +129,7 @@ def _value_model(config: Step3Config, role: Role, context: rewards.Context, voca
 
 
 def _loading(config: Step3Config, role: Role) -> Loading:
+    """Shards and bits of a trained model; a compiler that is chosen after the table was made changes neither."""
     assert isinstance(role.options, TrainingOptions)
     return Loading(config.seed, training.shards_of(role.options), role.options.quantize)
 
