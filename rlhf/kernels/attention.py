@@ -25,7 +25,7 @@ from rlhf.kernels import cpu_operations, memory
 NAME, APART, ONE_TOKEN = "cpu_products", "cpu_products_apart", "cpu_products_one_token"
 """names of our attention in transformers: this module; the same between compiled layers, with the kernels for packed
 rows; with the kernels for one token"""
-OneToken = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
+OneToken = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, float], Tensor]
 """as `one_token`"""
 BLOCK = 128
 """queries computed at once; keys after the last of them are not computed"""
@@ -33,11 +33,12 @@ BLOCK = 128
 
 def install(lm: PreTrainedModel) -> None:
     """Set this attention for `lm`, whose weights are aligned for a CPU. A model whose attention is not sdpa keeps its
-    own."""
+    own, unless that is only because its scores are capped (Gemma 2)."""
     device = collectives.local_device()
     if device.type == "cpu":
         memory.align(lm)
-    if lm.config._attn_implementation != "sdpa" or not lm._can_set_attn_implementation():
+    capped = getattr(lm.config, "attn_logit_softcapping", None) is not None
+    if lm.config._attn_implementation != ("eager" if capped else "sdpa") or not lm._can_set_attn_implementation():
         return
     fused = _one_token_in_triton(device) if device.type == "cuda" else None
     _register(NAME, partial(attention, single=fused) if fused else attention)
@@ -104,8 +105,11 @@ def attention(
     layout: of packed rows (rlhf/models/packing.py); it has their masks.
     single: a replacement of `one_token`, used if S is 1 and the mask is None or bool.
     packed: a replacement of `layout.attend`.
+    options: `softcap` bounds the scores, c tanh(scores / c) (Gemma 2, arXiv 2408.00118, section 2)
     """
-    plain = options.get("position_bias") is None and options.get("softcap") is None and not dropout
+    cap = options.get("softcap") or 0.0
+    of_one_token = options.get("position_bias") is None and not dropout
+    plain = of_one_token and not cap
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is not None:
         layout.keep(k, v)
@@ -114,9 +118,11 @@ def attention(
             return attended, None
         attend = partial(attention, module, dropout=dropout, scaling=scaling, is_causal=is_causal, **options)
         return layout.padded.attend_padded(attend, q, k, v), None
-    if plain and q.shape[2] == 1 and (attention_mask is None or attention_mask.dtype == torch.bool):
-        return (single or one_token)(q, k, v, attention_mask, scale), None
+    if of_one_token and q.shape[2] == 1 and (attention_mask is None or attention_mask.dtype == torch.bool):
+        return (single or one_token)(q, k, v, attention_mask, scale, cap), None
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if cap:
+        return _capped(q, k, v, attention_mask, scale, cap, dropout), None
     learned = q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if plain and learned and causal and q.dtype == torch.bfloat16 and q.shape[2] == k.shape[2]:
         outputs: Tensor = _Causal.apply(q, k, v, attention_mask, scale)
@@ -125,10 +131,28 @@ def attention(
     return sdpa_attention_forward(module, q, k, v, attention_mask, **more, **options)
 
 
-def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """q [B, heads, 1, d], k and v [B, fewer or as many heads, L, d], mask bool [B, 1, 1, L] -> [B, 1, heads, d]"""
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, dropout: float) -> Tensor:
+    """Attention whose scores are capped, by products: torch's own has no cap. Arguments as of `attention`."""
+    shared = q.unflatten(1, (k.shape[1], -1))  # [B, heads of k, heads of q for each, S, d]
+    scores = torch.tanh(shared @ k[:, :, None].mT * scale / cap) * cap
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    else:
+        mask = mask[:, :, None, :, : k.shape[2]]
+    scores = scores.masked_fill(~mask, torch.finfo(q.dtype).min) if mask.dtype == torch.bool else scores + mask
+    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout)
+    return (weights @ v[:, :, None]).flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    """q [B, heads, 1, d], k and v [B, fewer or as many heads, L, d], mask bool [B, 1, 1, L] -> [B, 1, heads, d]
+
+    cap: c tanh(scores / c) in place of the scores; 0: none
+    """
     shared = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, heads of k, heads of q for each, d]
     scores = (k @ shared.mT).mT.float() * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     if mask is not None:
         scores = scores.masked_fill(~mask[..., : k.shape[2]], -torch.inf)
     attended = scores.softmax(-1).to(v.dtype) @ v
@@ -157,12 +181,15 @@ def _one_token_in_triton(device: torch.device) -> OneToken | None:
 
 
 def _agrees(attend: OneToken, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `attend` is `one_token` on random numbers: rows of unequal length, and one with many keys."""
+    """Whether `attend` is `one_token` on random numbers: rows of unequal length, one with many keys; capped and not."""
     shapes = (3, 8, 1, 40), (3, 2, 300, 40), (3, 2, 300, 40)
     q, k, v = (x.to(device) for x in cpu_operations.random_tensors(dtype, *shapes))
     visible = torch.arange(300, device=device) >= torch.tensor([[2], [299], [150]], device=device)
     mask = visible[:, None, None]
-    return cpu_operations.close(attend(q, k, v, mask, 0.2), one_token(q, k, v, mask, 0.2))
+    caps = (0.0, 1.5)
+    return all(
+        cpu_operations.close(attend(q, k, v, mask, 0.2, cap), one_token(q, k, v, mask, 0.2, cap)) for cap in caps
+    )
 
 
 def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
@@ -174,10 +201,10 @@ def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     return attended
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
     """`one_token` by the kernel, if it supports the arguments."""
-    if mask is None or not cpu_operations.fits(q, k, v):
-        return one_token(q, k, v, mask, scale)
+    if mask is None or cap or not cpu_operations.fits(q, k, v):
+        return one_token(q, k, v, mask, scale, cap)
     return cpu_operations.attend(q, k, v, mask, scale)
 
 

@@ -27,10 +27,11 @@ FEWEST_ROWS = 16
 
 @triton.jit
 def attend_split(
-    Q, K, V, Visible, Out, Sums, Largest, Weights, length, scale,
+    Q, K, V, Visible, Out, Sums, Largest, Weights, length, scale, cap,
     q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, visible_row,
-    masked: tl.constexpr, group: tl.constexpr, tile: tl.constexpr, splits: tl.constexpr, block: tl.constexpr,
-    scan: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr, wide_k: tl.constexpr, wide_v: tl.constexpr,
+    masked: tl.constexpr, capped: tl.constexpr, group: tl.constexpr, tile: tl.constexpr, splits: tl.constexpr,
+    block: tl.constexpr, scan: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr, wide_k: tl.constexpr,
+    wide_v: tl.constexpr,
 ):  # fmt: skip
     """One program for each (row, key head, split). With one split it writes `Out`, else its sums.
 
@@ -66,7 +67,10 @@ def attend_split(
             sees = tl.load(Visible + row * visible_row + key, mask=sees, other=0) != 0
         k = tl.load(k_first + key[:, None] * k_token + column_k, mask=sees[:, None] & (column_k < d_k), other=0.0)
         v = tl.load(v_first + key[:, None] * v_token + column_v, mask=sees[:, None] & (column_v < d_v), other=0.0)
-        scores = tl.where(sees, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -float("inf"))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if capped:
+            scores = cap * (2 * tl.sigmoid(2 / cap * scores) - 1)  # cap * tanh(scores / cap)
+        scores = tl.where(sees, scores, -float("inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
         base = tl.where(now == -float("inf"), 0.0, now)  # no key of this split yet
         p, shrink = tl.exp(scores - base[:, None]), tl.exp(largest - base)
@@ -114,8 +118,8 @@ def warps_of(width: int) -> int:
 
 
 @torch.library.custom_op("rlhf::attend_one_token", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """softmax(scale q k^T) v of one token per row.
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
+    """softmax(scale q k^T) v of one token per row; with a cap c, of c tanh(scale q k^T / c).
 
     q [B, heads, 1, d], k [B, fewer or as many heads, L, d] and v [B, ..., L, d_v] with any strides but for the last
     dimension, visible bool [B or 1, 1, 1, L or more], None: all -> [B, 1, heads, d_v]
@@ -133,10 +137,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
         largest, weights = torch.empty(2, rows, heads, splits, device=q.device)
     mask = q if visible is None else visible.view(torch.uint8)
     attend_split[(rows, key_heads, splits)](
-        q, k, v, mask, out, sums, largest, weights, length, scale,
+        q, k, v, mask, out, sums, largest, weights, length, scale, cap,
         *q.stride()[:2], *k.stride()[:3], *v.stride()[:3],
         0 if visible is None or len(visible) == 1 else visible.stride(0),
-        masked=visible is not None, group=heads // key_heads,
+        masked=visible is not None, capped=cap > 0, group=heads // key_heads,
         tile=max(FEWEST_ROWS, triton.next_power_of_2(heads // key_heads)), splits=splits, block=block_of(wide),
         scan=min(SCAN, triton.next_power_of_2(length)), d_k=d_k, d_v=d_v,
         wide_k=wide_k, wide_v=wide_v, num_warps=warps_of(wide), maxnreg=REGISTERS,
@@ -147,5 +151,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
     return v.new_empty(q.shape[0], 1, q.shape[1], v.shape[-1])

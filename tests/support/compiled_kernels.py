@@ -30,9 +30,12 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-bl
 def compiled(kernel: Any, constants: dict[str, Any], target: int, warps: int) -> dict[str, Any]:
     """Target, name, loads, registers, spilled bytes and shared memory of a kernel in bf16."""
     names = kernel.arg_names
-    kinds = {name: POINTERS.get(name, "*bf16" if name[0].isupper() else "i32") for name in names} | {"scale": "fp32"}
+    kinds = {name: POINTERS.get(name, "*bf16" if name[0].isupper() else "i32") for name in names} | {
+        "scale": "fp32",
+        "cap": "fp32",
+    }
     signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
-    aligned = [i for i, name in enumerate(names) if name not in (*constants, "scale", "visible_row", "length")]
+    aligned = [i for i, name in enumerate(names) if name not in (*constants, "scale", "cap", "visible_row", "length")]
     source = ASTSource(
         fn=kernel,
         signature=signature,
@@ -65,8 +68,9 @@ def main() -> None:
             wide = triton.next_power_of_2(d)
             sizes = {"tile": kernels.FEWEST_ROWS, "block": kernels.block_of(wide), "scan": 512}
             widths = {"d_k": d, "d_v": d, "wide_k": wide, "wide_v": wide}
-            constants = {"masked": True, "group": group, "splits": splits, **sizes, **widths}
-            print(json.dumps(compiled(kernels.attend_split, constants, target, kernels.warps_of(wide))))
+            for capped in (False, True):
+                constants = {"masked": True, "capped": capped, "group": group, "splits": splits, **sizes, **widths}
+                print(json.dumps(compiled(kernels.attend_split, constants, target, kernels.warps_of(wide))))
         print(json.dumps(compiled(kernels.join_splits, {"splits": 8, "d_v": 128, "wide_v": 128}, target, 4)))
 
 

@@ -41,9 +41,10 @@ def mask(length: int, kind: str, dtype: torch.dtype) -> Tensor | None:
     return visibility if kind == "bool" else None
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, visibility: Tensor) -> Tensor:
+def formula(q: Tensor, k: Tensor, v: Tensor, visibility: Tensor, cap: float | None = None) -> Tensor:
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
-    scores = (q @ k.mT / WIDTH**0.5).masked_fill(~visibility, -torch.inf)
+    scores = q @ k.mT / WIDTH**0.5
+    scores = (scores if cap is None else cap * torch.tanh(scores / cap)).masked_fill(~visibility, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
@@ -65,6 +66,23 @@ def test_values_and_gradients_are_those_of_the_formula(length: int, kind: str) -
         (output, *gradients), (expected, *torch.autograd.grad(expected, exact, outer.double())), strict=True
     ):
         assert float((got.double() - want).norm() / want.norm()) < 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_capped_scores_are_those_of_the_formula(kind: str) -> None:
+    """Of whole rows with gradients, and of one token."""
+    qkv, cap = inputs(40, torch.float32), 0.3
+    exact = [x.detach().double().requires_grad_() for x in qkv]
+    output, _ = attention.attention(MODULE, *qkv, mask(40, kind, torch.float32), softcap=cap)
+    expected = formula(*exact, visible(40, kind), cap)
+    outer = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    got = (output, *torch.autograd.grad(output, qkv, outer))
+    want = (expected, *torch.autograd.grad(expected, exact, outer.double()))
+    assert all(apart(x, y) < 1e-5 for x, y in zip(got, want, strict=True))
+    assert apart(formula(*exact, visible(40, kind)), expected) > 0.1
+    last = visible(40, kind)[:, :, -1:]
+    output, _ = attention.attention(MODULE, qkv[0][:, :, -1:], *qkv[1:], last, softcap=cap)
+    assert apart(output, expected[:, -1:]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -90,10 +108,9 @@ def test_what_it_is_not_made_for_is_left_to_sdpa(monkeypatch: pytest.MonkeyPatch
     looking = SimpleNamespace(is_causal=False, num_key_value_groups=HEADS // GROUPS)
     attention.attention(looking, *qkv, None)  # type: ignore[arg-type]
     attention.attention(MODULE, *qkv, None, dropout=0.1)
-    attention.attention(MODULE, *qkv, None, softcap=50.0)
     attention.attention(MODULE, *inputs(8, torch.float32), None)
     attention.attention(MODULE, *(x.detach() for x in qkv), None)
-    assert len(calls) == 5 and calls[1]["dropout"] == 0.1 and calls[2]["softcap"] == 50.0
+    assert len(calls) == 4 and calls[1]["dropout"] == 0.1
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

@@ -57,7 +57,10 @@ def runs(rows: int, keys: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_it_is_the_attention_in_float64(kernel: ModuleType, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cap", [0.0, 0.5])
+def test_it_is_the_attention_in_float64(
+    kernel: ModuleType, shape: tuple[int, ...], dtype: torch.dtype, cap: float
+) -> None:
     """Each result is a mean of values with weights that add up to 1: it is off by what rounding moves the weights (of
     exp, and to the dtype), and the mean: 4 roundings of the largest value."""
     rows, heads, key_heads, keys, d_k, d_v = shape
@@ -65,8 +68,8 @@ def test_it_is_the_attention_in_float64(kernel: ModuleType, shape: tuple[int, ..
     k = torch.randn(rows, key_heads, keys + 7, d_k, dtype=dtype)[:, :, :keys]  # of a larger cache
     v = torch.randn(rows, keys, key_heads, d_v, dtype=dtype).transpose(1, 2)
     for visible in (runs(rows, keys), runs(1, keys), None):
-        got = kernel.attend(q, k, v, visible, d_k**-0.5)
-        want = attention.one_token(q.double(), k.double(), v.double(), visible, d_k**-0.5)
+        got = kernel.attend(q, k, v, visible, d_k**-0.5, cap)
+        want = attention.one_token(q.double(), k.double(), v.double(), visible, d_k**-0.5, cap)
         assert got.dtype == dtype and got.shape == want.shape
         # the scores, sums of d_k products, are computed in fp32
         bound = 4 * torch.finfo(dtype).eps + 4 * d_k * torch.finfo(torch.float32).eps
