@@ -106,13 +106,17 @@ class Learner:
         return metrics
 
     def state_dict(self) -> Tree:
-        """State beside the weights: the KL coefficient and the statistics of the scores."""
-        return self.kl.state_dict() | {"scores": self.scaling.state_dict()}
+        """State beside the weights: the KL coefficient, the statistics of the scores, and the algorithm's."""
+        save = self.algorithm.state_dict
+        own = {} if save is None else {"algorithm": save()}
+        return self.kl.state_dict() | {"scores": self.scaling.state_dict(), **own}
 
     def load_state_dict(self, state: Tree) -> None:
         """Resume from there."""
         self.kl.load_state_dict(state)
         self.scaling.load_state_dict(state["scores"])
+        if self.algorithm.load_state_dict is not None and "algorithm" in state:
+            self.algorithm.load_state_dict(state["algorithm"])
 
 
 def selected_file(config: Step3Config) -> Path:

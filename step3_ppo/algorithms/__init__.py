@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlhf import plugins
+from rlhf.config import Tree
 from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.maths.losses import Loss
@@ -50,6 +51,10 @@ class Algorithm(Protocol):
     select: Callable[[ScoredRollout], Tensor] | None = None
     """(scored rollout) -> the row numbers of this rank that are learned from, as many on every rank: a multiple of
     num_mini_batches, or on one rank at least so many; None: all rows"""
+    state_dict: Callable[[], Tree] | None = None
+    """() -> what it keeps between iterations, the same on every rank, as JSON has it; checkpoints hold it"""
+    load_state_dict: Callable[[Tree], None] | None = None
+    """(what `state_dict` returned) -> a run goes on from there"""
 
     def credit(self, rollout: ScoredRollout, iteration: Iteration) -> Credit:
         """Advantages and returns, [B, T] each, of a scored rollout: `scores` [B] and, each [B, T], `logprobs`,
@@ -91,6 +96,7 @@ class FromFile:
         self.policy_loss = self._checked("policy_loss", _fault_of_loss)
         self.value_loss = None if algorithm.value_loss is None else self._checked("value_loss", _fault_of_loss)
         self.select = None if algorithm.select is None else self._checked("select", _fault_of_selection)
+        self.state_dict, self.load_state_dict = algorithm.state_dict, algorithm.load_state_dict
 
     def _checked(self, name: str, fault_of: Callable[[Any, Any], str]) -> Callable[..., Any]:
         function = getattr(self._algorithm, name)

@@ -16,7 +16,7 @@ from step2_reward.config import RewardConfig
 SCORES = Path(__file__).with_name("scores.py")
 AT_ONCE = 8
 """options changed together in one run"""
-ALGORITHMS = ("ppo", "a2c", "reinforce", "rloo", "grpo", "best_of_n")
+ALGORITHMS = ("ppo", *(name for name in plugins.names("step3_ppo.algorithms") if name != "ppo"))
 Table = dict[str, list[Any]]
 
 
