@@ -200,7 +200,8 @@ ROWS = (
         "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
         "rejected; input, preferred_output, non_preferred_output; context/prompt/instruction/question, completions; "
         "prompt, response_a, response_b, preference; prompt/instruction/question, responses; "
-        "prompt/instruction/question, generations; prompt, completion; prompt/instruction/question, response; instruction, output; question, answer; "
+        "prompt/instruction/question, generations; prompt, completion; prompt/instruction/question, response; "
+        "instruction, output; question, answer; "
         "messages/conversations/text/prompt; or map the columns: files,prompt=COLUMN,response=COLUMN:PATH",
     ),
 )
