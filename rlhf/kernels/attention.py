@@ -201,7 +201,7 @@ def _attend_rows(layout: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     return attended
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float = 0.0) -> Tensor:
     """`one_token` by the kernel, if it supports the arguments."""
     if mask is None or cap or not cpu_operations.fits(q, k, v):
         return one_token(q, k, v, mask, scale, cap)
