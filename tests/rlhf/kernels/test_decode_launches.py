@@ -21,7 +21,6 @@ STEP = 3
 logit is found in two"""
 CHANGES: dict[str, dict[str, Any]] = {
     "opt": {"do_layer_norm_before": True, "word_embed_proj_dim": tiny.WIDTH},  # as all but opt-350m
-    "mistral": {"sliding_window": tiny.CONTEXT},
     "gemma2": {"sliding_window": tiny.CONTEXT},
     "gemma3_text": {"sliding_window": tiny.CONTEXT},
 }
@@ -29,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("family", "most"),
-    [("opt", 12), ("llama", 12), ("qwen2", 12), ("mistral", 12), ("qwen3", 12), ("gemma2", 14), ("gemma3_text", 14)],
+    [("opt", 12), ("llama", 12), ("qwen3", 12), ("gemma2", 14), ("gemma3_text", 14)],
 )
 def test_a_decode_step_launches_few_kernels(family: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16: at most so many in a layer, and 20 outside of all layers, sampling included.
