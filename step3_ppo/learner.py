@@ -107,9 +107,8 @@ class Learner:
 
     def state_dict(self) -> Tree:
         """State beside the weights: the KL coefficient, the statistics of the scores, and the algorithm's."""
-        save = self.algorithm.state_dict
-        own = {} if save is None else {"algorithm": save()}
-        return self.kl.state_dict() | {"scores": self.scaling.state_dict(), **own}
+        state = self.kl.state_dict() | {"scores": self.scaling.state_dict()}
+        return state if self.algorithm.state_dict is None else state | {"algorithm": self.algorithm.state_dict()}
 
     def load_state_dict(self, state: Tree) -> None:
         """Resume from there."""

@@ -25,19 +25,21 @@ def resample(
     prompts of later iterations do not change, and the number of ranks changes nothing. All ranks call this together.
     """
     config, group = learner.config, learner.config.num_generations
+    if group == 1 or not config.resample_groups:
+        return iteration, rollout
     used = collectives.of_all_ranks(iteration.indices[::group])
     for attempt in range(config.resample_groups):
         is_equal = equal(rollout.scores.double().view(-1, group)).tolist()
         positions = [g for g, of_equal_scores in enumerate(collectives.of_all_ranks(is_equal)) if of_equal_scores]
         unused = sorted({*range(len(prompts))} - {*used})
-        others = (
+        replacements = (
             stream(RESAMPLING, config.seed, iteration.number, attempt).permutation(unused)[: len(positions)].tolist()
         )
-        if not others:
+        if not replacements:
             break
-        used += others
+        used += replacements
         ranks, rank = collectives.dp_size(), collectives.dp_rank()
-        drawn = {g // ranks: index for g, index in zip(positions, others, strict=False) if g % ranks == rank}
+        drawn = {g // ranks: index for g, index in zip(positions, replacements, strict=False) if g % ranks == rank}
         # A rank without one takes part with its first prompt, whose responses are those that it has already.
         drawn = drawn or {0: iteration.indices[0]}
         sampled = learner.sample(prompts, [index for index in drawn.values() for _ in range(group)], iteration.number)
@@ -45,7 +47,7 @@ def resample(
         rollout = _replaced(rollout, learner.score(sampled), [*drawn], group)
         groups = dict(enumerate(iteration.indices[::group])) | drawn
         indices = [index for index in groups.values() for _ in range(group)]
-        iteration = replace(iteration, indices=indices, resampled=iteration.resampled + len(others))
+        iteration = replace(iteration, indices=indices, resampled=iteration.resampled + len(replacements))
     return iteration, rollout
 
 

@@ -70,6 +70,10 @@ def test_it_ends_after_so_many_draws_or_without_prompts() -> None:
     iteration, after, before = drawn({0}, [0, 1, 2, 3], resample_groups=0)
     assert after is before and iteration.resampled == 0
     assert drawn({*range(8)}, [0, 1, 2, 3], resample_groups=2)[0].resampled == 0
+    learner = on_stage(players("ppo", resample_groups=2))  # responses without a group are no equal ones
+    alone = Iteration(3, [0, 1, 2, 3])
+    before = learner.score(learner.sample(PROMPTS, alone.indices, 3))
+    assert resample(learner, PROMPTS, alone, before) == (alone, before)
 
 
 def test_an_iteration_learns_from_the_prompts_that_it_drew() -> None:
