@@ -26,7 +26,7 @@ from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
 from rlhf.config.plain_values import from_yaml
 from rlhf.errors import UserError
-from rlhf.shipped import PACKAGES, ROOT
+from rlhf.shipped import PACKAGES
 
 Spec = str | Tree
 Plugin = TypeVar("Plugin")
@@ -313,15 +313,16 @@ def call(file: str, name: str, function: Callable[..., T], *args: object) -> T:
 
 
 def error_location(error: BaseException) -> str:
-    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is neither in a library nor ours."""
-    user_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    """`my_reward.py:7: in score: KeyError: 'x'`, with the innermost line that is neither in a library nor in the file
+    that called the user's code and caught the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [
+        frame
+        for frame in frames
+        if frame.filename != frames[0].filename
+        and not re.search("site-packages|/lib/python|^<frozen importlib", frame.filename)
+    ]
     message = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if not user_frames:
         return message
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: in {user_frames[-1].name}: {message}"
-
-
-def _is_users(file: str) -> bool:
-    if re.search("site-packages|/lib/python|^<frozen importlib", file):
-        return False
-    return not any(Path(file).is_relative_to(ROOT / package) for package in PACKAGES)

@@ -79,9 +79,9 @@ class _Function:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._named = {p.name: p for p in named if p.name not in self._texts}
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        required = [name for name, p in self._named.items() if p.default is p.empty]
-        self._required = required
-        _require_call(config.function, signature, [] if self._convention else ["prompts", "responses"], required)
+        self._required = [name for name, p in self._named.items() if p.default is p.empty]
+        texts = [] if self._convention else ["prompts", "responses"]
+        _require_call(config.function, signature, texts, self._required)
 
     def require_columns(self, columns: Columns) -> None:
         """Raises: UserError if a parameter without a default is neither an argument nor one of these columns."""
