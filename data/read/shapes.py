@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -260,10 +260,8 @@ def _read_ranked(prompt_column: str, column: str, record: Record, location: str,
         if record.get(numbers) is not None:
             values = _read_numbers(record, numbers, location, len(ranked.responses))
             rated = zip(ranked.responses, values, strict=True)
-            responses = tuple((text, sign * value) for (text, _), value in rated if value is not None)
-            if not responses:
-                raise Unusable("no response with a rating")
-            return Ranked(prompt, responses, ranked.group, extra)
+            responses = [(text, sign * value) for (text, _), value in rated if value is not None]
+            return _ranked_by_rating(prompt, responses, extra)
     return ranked
 
 
@@ -275,6 +273,10 @@ def _read_rated(prompt_column: str, record: Record, location: str, extra: Record
         rating = next((name for name in ("overall_score", "score", "rating") if each.get(name) is not None), None)
         if rating is not None:
             responses.append((read_response_text(each, "response", at), read_number(each, rating, at)))
+    return _ranked_by_rating(prompt, responses, extra)
+
+
+def _ranked_by_rating(prompt: tuple[Message, ...], responses: Sequence[tuple[str, float]], extra: Record) -> Ranked:
     if not responses:
         raise Unusable("no response with a rating")
     return Ranked(prompt, tuple(responses), first_user_text(prompt), extra)

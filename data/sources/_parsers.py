@@ -83,7 +83,9 @@ def chatbot_arena(record: Record, location: str) -> Row:
     """Votes between two models' conversations (arXiv 2306.05685). After the first turn each model has its own, so a
     pair needs the same messages before the last response."""
     columns = ("conversation_a", "conversation_b")
-    if any(has_images(turn.get("content")) for column in columns for _, turn in read_structs(record, column, location)):
+    if any(
+        _has_images(turn.get("content")) for column in columns for _, turn in read_structs(record, column, location)
+    ):
         raise Unusable("an image in the dialogue")
     sides = [read_dialogue(record, column, location) for column in columns]
     winner = read_choice(record, "winner", location, WINNERS)
@@ -93,7 +95,7 @@ def chatbot_arena(record: Record, location: str) -> Row:
     return Row(prompt, chosen, rejected, first_user_text(prompt), select_columns(record, "question_id", "language"))
 
 
-def has_images(content: object) -> bool:
+def _has_images(content: object) -> bool:
     """Whether a message's content has parts that are no text."""
     parts = content if isinstance(content, list) else []
     return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
