@@ -224,6 +224,17 @@ def _accepted(answer: Record, location: str) -> list[str]:
     return [read_text(answer, "text", location), *(require_text(alias, f"{location}: aliases") for alias in aliases)]
 
 
+def nectar(record: Record, location: str) -> Ranked:
+    """Dialogues `\\n\\nHuman: ...\\n\\nAssistant: ` with seven answers, which GPT-4 has ranked: 1 is the best
+    (starling.cs.berkeley.edu)."""
+    prompt = as_prompt(_transcript(record, "prompt", location))
+    answers = (
+        (read_text(answer, "answer", at).strip(), -read_number(answer, "rank", at))
+        for at, answer in read_structs(record, "answers", location)
+    )
+    return Ranked(prompt, tuple(answers), first_user_text(prompt))
+
+
 def qag_jaquad(record: Record, location: str) -> Row:
     """Paragraphs of Japanese Wikipedia with questions on them (arXiv 2202.01764, 2210.03992): the first one is the
     prompt, the paragraph the demonstration."""

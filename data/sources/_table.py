@@ -66,6 +66,8 @@ class Dataset:
     name: str
     HUB_IDS: tuple[str, ...]
     parse: Callable[..., Row | Ranked]
+    columns: tuple[str, ...] = ()
+    """columns by which `files` knows the dataset; () if they are read as a shape, or no others need the parser"""
     Config: type[TableConfig] = TableConfig
     combine: Callable[[Iterator[Any], Phase], Iterator[Row | Skipped]] = phase_rows
     """the rows of all records, see `Table`"""
@@ -82,26 +84,42 @@ class Dataset:
 
 
 DATASETS = (
-    Dataset("chatbot_arena", (
-        "lmsys/chatbot_arena_conversations", "lmarena-ai/arena-human-preference-140k",
-        "lmarena-ai/arena-human-preference-100k",
-    ), parsers.chatbot_arena),
-    # The hub has only a script; the English HC3 has the same columns.
-    Dataset("hc3_chinese", ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3"), parsers.hc3_chinese),
     Dataset(
-        "helpsteer", ("nvidia/HelpSteer", "nvidia/HelpSteer2"), parsers.helpsteer, HelpSteer, parsers.rows_by_prompt
+        "chatbot_arena",
+        (
+            "lmsys/chatbot_arena_conversations", "lmarena-ai/arena-human-preference-140k",
+            "lmarena-ai/arena-human-preference-100k",
+        ),
+        parsers.chatbot_arena, ("conversation_a", "conversation_b", "winner"),
+    ),
+    # The hub has only a script; the English HC3 has the same columns.
+    Dataset(
+        "hc3_chinese", ("Hello-SimpleAI/HC3-Chinese", "Hello-SimpleAI/HC3"), parsers.hc3_chinese,
+        ("question", "human_answers"),
+    ),
+    Dataset(
+        "helpsteer", ("nvidia/HelpSteer", "nvidia/HelpSteer2"), parsers.helpsteer,
+        ("prompt", "response", "helpfulness", "correctness"), HelpSteer, parsers.rows_by_prompt,
     ),
     # The bare id of the hub means the ratings.
     Dataset(
-        "helpsteer2_preference", (), parsers.helpsteer2_preference, HelpSteer2Preference,
+        "helpsteer2_preference", (), parsers.helpsteer2_preference,
+        ("prompt", "response_1", "response_2", "preference_strength"), HelpSteer2Preference,
         part={"data_dir": "preference"},
     ),
     # The other subsets hold feedback and edits.
-    Dataset("helpsteer3", ("nvidia/HelpSteer3",), parsers.helpsteer3, part={"subset": "preference"}),
+    Dataset(
+        "helpsteer3", ("nvidia/HelpSteer3",), parsers.helpsteer3,
+        ("context", "response1", "response2", "overall_preference"), part={"subset": "preference"},
+    ),
     Dataset("hh_rlhf", ("Anthropic/hh-rlhf",), parsers.hh_rlhf),
-    Dataset("miracl", ("Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12"), parsers.miracl),
-    Dataset("mkqa", ("apple/mkqa",), parsers.mkqa, Mkqa),
-    Dataset("qag_jaquad", ("lmqg/qag_jaquad",), parsers.qag_jaquad),
+    Dataset(
+        "miracl", ("Cohere/miracl-zh-queries-22-12", "Cohere/miracl-ja-queries-22-12"), parsers.miracl,
+        ("query", "positive_passages", "negative_passages"),
+    ),
+    Dataset("mkqa", ("apple/mkqa",), parsers.mkqa, ("queries", "answers"), Mkqa),
+    Dataset("nectar", ("berkeley-nest/Nectar",), parsers.nectar, ("prompt", "answers", "good_natured")),
+    Dataset("qag_jaquad", ("lmqg/qag_jaquad",), parsers.qag_jaquad, ("questions", "answers", "paragraph")),
     # Questions on one paragraph stay in one split.
     Dataset(
         "qg_jaquad", ("lmqg/qg_jaquad",), Texts("question", "sentence", columns=("answer",), group="paragraph"),
@@ -110,20 +128,32 @@ DATASETS = (
         "rlhf_reward_datasets", ("yitingxie/rlhf-reward-datasets",), partial(parsers.rm_static, marker="Assistant:")
     ),
     Dataset("rm_static", ("Dahoas/rm-static", "Dahoas/full-hh-rlhf"), parsers.rm_static),
-    Dataset("safe_rlhf", ("PKU-Alignment/PKU-SafeRLHF",), parsers.safe_rlhf, SafeRlhf),
+    Dataset(
+        "safe_rlhf", ("PKU-Alignment/PKU-SafeRLHF",), parsers.safe_rlhf,
+        ("prompt", "response_0", "response_1", "better_response_id"), SafeRlhf,
+    ),
     Dataset("sharegpt_vicuna", ("pvduy/sharegpt_alpaca_oa_vicuna_format",), parsers.sharegpt_vicuna),
-    Dataset("shp", ("stanfordnlp/SHP",), parsers.shp, Shp),
-    Dataset("stack_exchange", ("HuggingFaceH4/stack-exchange-preferences",), parsers.stack_exchange),
+    Dataset("shp", ("stanfordnlp/SHP",), parsers.shp, ("history", "human_ref_A", "human_ref_B", "labels"), Shp),
+    Dataset(
+        "stack_exchange", ("HuggingFaceH4/stack-exchange-preferences",), parsers.stack_exchange,
+        ("qid", "question", "answers"),
+    ),
     Dataset(
         "stack_exchange_paired", ("lvwerra/stack-exchange-paired",),
-        Texts("question", "response_j", "response_k", columns=("qid",)),
+        Texts("question", "response_j", "response_k", columns=("qid",)), ("question", "response_j", "response_k"),
     ),
     Dataset(
         "synthetic_instruct", ("Dahoas/synthetic-instruct-gptj-pairwise",),
         Texts("prompt", "chosen", "rejected", strip=True),
     ),
     Dataset("ultrafeedback", ("HuggingFaceH4/ultrafeedback_binarized",), parsers.ultrafeedback, splits=SPLITS),
-    Dataset("webgpt", ("openai/webgpt_comparisons",), parsers.webgpt),
-    Dataset("zhihu_kol", ("wangrui6/Zhihu-KOL",), Texts("INSTRUCTION", "RESPONSE", columns=("METADATA",), strip=True)),
+    Dataset(
+        "webgpt", ("openai/webgpt_comparisons",), parsers.webgpt,
+        ("question", "answer_0", "answer_1", "score_0", "score_1"),
+    ),
+    Dataset(
+        "zhihu_kol", ("wangrui6/Zhihu-KOL",),
+        Texts("INSTRUCTION", "RESPONSE", columns=("METADATA",), strip=True), ("INSTRUCTION", "RESPONSE"),
+    ),
 )  # fmt: skip
 ROWS: Mapping[str, Dataset] = MappingProxyType({dataset.name: dataset for dataset in DATASETS})

@@ -9,7 +9,7 @@ reward functions: with `files,shape=prompt,prompt=question:PATH` the answers go 
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +17,9 @@ from pydantic import Field, field_validator
 
 from data.read.paths import TableConfig, open_path
 from data.read.records import Record, column_names
-from data.read.shapes import SHAPES, SINGLE, match_shape
+from data.read.shapes import PAIR, SHAPES, SINGLE, Shape, match_shape
 from data.read.table import Parsed, Table, Unanswered
+from data.sources._table import DATASETS
 from rlhf.config import suggest
 from rlhf.errors import UserError
 from rlhf.text.messages import KWARGS, row_variables
@@ -26,6 +27,10 @@ from rlhf.types import Row
 
 HUB_IDS = ()
 NOTHING: Mapping[str, str] = MappingProxyType({})
+KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"oasst1": ("message_tree_id", "tree_state"), **{data.name: data.columns for data in DATASETS if data.columns}}
+)
+"""sources of published datasets, and the columns by which a record is known as theirs"""
 
 
 class Config(TableConfig):
@@ -114,13 +119,13 @@ def parse(record: Record, location: str, shape: str | None = None, renamed: Mapp
     """
     if renamed:
         record = _rename(record, location, renamed)
-    match = match_shape(tuple(record), shape, frozenset(renamed))
+    match = _match(tuple(record), shape, frozenset(renamed))
     if isinstance(match, str):
         raise UserError(f"{location}: {match}")
     matched, unused = match
     extra = {column: record[column] for column in unused}
     variables, weight = row_variables(extra, location)
-    row = matched.read(record, location, extra)
+    row = matched.format.read(matched.columns, record, location, extra)
     common: dict[str, Any] = {"variables": variables, "location": location}
     if isinstance(row, Unanswered):
         return Unanswered(*(replace(part, **common, weight=weight) for part in (row.whole, row.answered)))
@@ -133,6 +138,18 @@ def parse(record: Record, location: str, shape: str | None = None, renamed: Mapp
     if matched.responses == SINGLE and row.response is not None and len(matched.columns) > 1:
         common["response_column"] = renamed.get(matched.columns[1], matched.columns[1])
     return replace(row, **common, weight=weight * row.weight)
+
+
+@lru_cache(maxsize=4096)
+def _match(columns: tuple[str, ...], shape: str | None, mapped: frozenset[str]) -> tuple[Shape, tuple[str, ...]] | str:
+    """`match_shape`; the columns of a dataset with a source of its own are an error, because that source reads more."""
+    match = match_shape(columns, shape, mapped)
+    source = next((name for name, known in KNOWN.items() if {*known} <= {*columns}), None)
+    fits = None if isinstance(match, str) else match[0]
+    if source is None or shape is not None or mapped or (fits and fits.responses == PAIR):
+        return match
+    as_is = f", or to read them as they are files,shape={fits.name}:PATH" if fits else ""
+    return f"got the columns {column_names(columns)}, those of a published dataset; write {source}:PATH{as_is}"
 
 
 def _rename(record: Record, location: str, renamed: Mapping[str, str]) -> Record:

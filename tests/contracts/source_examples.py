@@ -129,6 +129,12 @@ def chatbot_arena(question: str, good: str, bad: str) -> list[Record]:
     return [{**record, "conversation_b": turns(question, good), "turn": 1, "language": "English"}]
 
 
+def nectar(question: str, good: str, bad: str) -> list[Record]:
+    answers = [{"answer": text, "model": "m", "rank": rank} for text, rank in ((bad, 2.0), (f" {good}", 1.0))]
+    record = {"prompt": f"\n\nHuman: {question}\n\nAssistant: ", "answers": answers, "turns": 1, "num_responses": 2}
+    return [{**record, "source": ["anthropic-hh"], "good_natured": True}]
+
+
 def oasst1(question: str, good: str, bad: str) -> list[Record]:
     root = f"id of {question}"
     every: list[tuple[str | None, str, str, int | None]] = [
@@ -230,6 +236,7 @@ EXAMPLES = {
         free=("query", "en", "type", "example_id"),
         nulls={"text": "no short answer"},
     ),
+    "nectar": Example(nectar, free=("model", "turns", "num_responses", "source", "good_natured")),
     "oasst1": Example(oasst1, options=",lang=en", optional=OF_TREES, nulls={"parent_id": "reply to no prompt"}),
     "oasst1/tree": Example(
         oasst1_tree, optional=(*OF_TREES, "replies"), free=("message_tree_id", "tree_state", "parent_id", "lang")

@@ -15,6 +15,7 @@ import pytest
 from data.prepare.mixture import FOLDER, open_origin
 from data.prepare.pack import CROSS_TEXT_ATTENTION
 from data.preview import command as preview
+from data.read.shapes import FORMATS
 from rlhf import errors, plugins
 from rlhf.chain import command as train
 from rlhf.types import Row
@@ -127,6 +128,16 @@ def test_rows_of_every_file_of_the_page_are_all_used(home: Path) -> None:
             shown = len(text.splitlines()) if name.endswith(".jsonl") else 2
             rows = [*open_origin(entries.get(name, name)).rows("reward")]
             assert len(rows) == COPIES * shown and all(isinstance(row, Row) for row in rows), name
+
+
+def test_the_table_of_shapes_is_that_of_the_reader() -> None:
+    rows = [
+        (shape.columns, shape.meaning, f"`{json.dumps(shape.example)}`".replace("|", "\\|"), shape.source)
+        for shape in FORMATS
+    ]
+    table = [("columns", "what it is", "a row", "known from"), *rows]
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in table)
+    assert "\n".join([head, "|---|---|---|---|", *lines]) in PAGE
 
 
 def test_the_table_of_datasets_is_whole() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from data.read.formats import read_records
 from data.read.records import Skipped
+from data.read.shapes import FORMATS
 from rlhf.errors import UserError
 from rlhf.plugins import build
 
@@ -193,16 +194,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path}/x.jsonl: cannot be read: No such file or directory"
 
 
+LISTED = [row.columns for row in FORMATS if "label" not in row.following]
 ROWS = (
     ('{"prompt": null, "response": "x"}', "prompt: got null, expected text"),
     (
         '{"question": "x"}',
-        "got the columns question; expected one of: prompt/instruction/question/conversations/context, chosen, "
-        "rejected; input, preferred_output, non_preferred_output; context/prompt/instruction/question, completions; "
-        "prompt, response_a, response_b, preference; prompt/instruction/question, responses; "
-        "prompt/instruction/question, generations; prompt, completion; prompt/instruction/question, response; "
-        "instruction, output; question, answer; "
-        "messages/conversations/text/prompt; or map the columns: files,prompt=COLUMN,response=COLUMN:PATH",
+        f"got the columns question; expected one of: {'; '.join(LISTED)}; or map the columns: "
+        "files,prompt=COLUMN,response=COLUMN:PATH",
     ),
 )
 

@@ -334,7 +334,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
     ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
     ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no turn of the dial"),
-    ({"message_tree_id": "a", "tree_state": "x", "prompt": {}}, "those of OpenAssistant's trees; write oasst1:PATH"),
+    ({"message_tree_id": "a", "tree_state": "x", "prompt": {}}, "those of a published dataset; write oasst1:PATH"),
     ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),
     ({"messages": "x\ny"}, r'messages: got "x\ny", expected a list of messages'),
     ({"messages": [3]}, "messages[0]: got 3, expected a message {role, content}"),
@@ -358,7 +358,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text": "a", "prompt": "b"}, "columns fit the shapes text and prompt; choose one, as in files,shape=text:PATH"),
     ({"prompt": "a", "response": "b", "completion": "c"}, "the columns fit the shapes prompt-completion and"),
     ({"prompt": "q", "chosen": "a", "rejected": "b", "responses": []}, "fit the shapes prompt-chosen-rejected and"),
-    ({"instruction": "x", "output": "y", "response": "z"}, "fit the shapes instruction-output and"),
+    ({"instruction": "x", "output": "y", "response": "z"}, "fit the shapes instruction-response and"),
 )  # fmt: skip
 
 
