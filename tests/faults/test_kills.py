@@ -1,14 +1,13 @@
 """A process is killed, or gets a signal, in the middle of something; the command that the last line names makes what an
 uninterrupted run makes, to the bit."""
 
-import random
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.faults import harness, saving
+from tests.faults import harness
 
 pytestmark = pytest.mark.faults
 SIGKILL, TERMINATED, REQUEUE = 128 + signal.SIGKILL, 143, 75
@@ -93,15 +92,6 @@ def test_killed_while_it_loads(whole: harness.Whole, tmp_path: Path) -> None:
     harness.run(out, command, "load:0:1:kill9").require(SIGKILL)
     harness.run(out, command).require(0, "resumes after step 4")
     harness.assert_same(out, whole(1, 1), 1)
-
-
-@pytest.mark.parametrize("trial", range(25))
-def test_killed_at_any_moment_of_saving(trial: int, tmp_path: Path) -> None:
-    """Two ranks save as fast as they can; one of them, or both, are killed at a random moment."""
-    chosen = random.Random(trial)
-    victims = chosen.choice([[0], [1], [0, 1]])
-    saving.kill(tmp_path, victims, chosen.uniform(0.0, 0.5))
-    saving.require_usable(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -82,18 +82,6 @@ def test_the_coefficient_under_a_budget_by_hand() -> None:
     assert control.coef == pytest.approx(base * math.exp(-2))
 
 
-def test_a_resumed_run_spends_its_budget_to_the_bit() -> None:
-    """From a checkpoint of every iteration."""
-    whole, resumed = spender(2.0), spender(2.0)
-    for iteration, kl in enumerate([0.0, 0.3, 1.7, 2.9, 1.1]):
-        for control in (whole, resumed):
-            control.observe(kl, 1.0 + iteration, iteration)
-        state = json.loads(json.dumps(resumed.state_dict()))
-        assert state == whole.state_dict()
-        resumed = spender(2.0)
-        resumed.load_state_dict(state)
-
-
 def test_grpo_weighs_the_kl_against_scores_over_their_deviation() -> None:
     plain = {"num_generations": 4}
     for options, expected in ((plain, 0.2), (plain | {"scale_rewards": False}, 0.2 * 7)):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rlhf.engine.training import Engine
-from tests.support import tiny
 from tests.support.engine_runs import ALONE
 from tests.support.players import ONE_STEP, SHARED, Players, on_course, players
 
@@ -44,22 +43,3 @@ def test_weights_of_the_policy_take_no_step(stage: int) -> None:
         if name != "score.weight":
             shares.append(float(((decayed - weight) / RATE).abs().max()))
     assert max(shares) == pytest.approx(1.0, abs=1e-2)  # |g| / (|g| + 1e-5) of its largest gradient
-
-
-@pytest.mark.parametrize("stage", ALONE)
-def test_a_resumed_run_counts_the_same_steps(stage: int) -> None:
-    """The head has taken five steps by then, the policy one."""
-    game, resumed = shared(stage), shared(stage)
-    course = on_course(game)
-    for _ in range(5):
-        next(course)
-    numbers = game.actor.state_dict()
-    assert (numbers["adam_steps"], numbers["held_steps"]) == (5, 4)
-    tensors = [(name, value.detach().clone()) for name, value in game.actor.tensors()]
-    resumed.actor.load_state_dict(numbers)
-    resumed.actor.load_tensors(tensors)
-    rollout = game.score(game.sample(tiny.prompts([3, 9, 8, 4])))
-    for each in (game, resumed):
-        each.update(rollout)
-    own, other = masters(game.actor), masters(resumed.actor)
-    assert all(torch.equal(own[name], other[name]) for name in own)

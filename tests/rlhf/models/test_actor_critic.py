@@ -16,8 +16,6 @@ from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
 from rlhf.models.policy import ActorCritic, Policy
 from rlhf.models.scalar import HEAD, ScalarModel, new_head
-from rlhf.training import checkpoints
-from rlhf.training.checkpoints import Resumable
 from tests.support import engine_runs, tiny
 
 ROWS = tiny.sequences([5, 12, 9], [2, 4, 3])
@@ -113,7 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_engines_agree_resume_to_the_bit_and_export_both_models(options: dict[str, Any], tmp_path: Path) -> None:
+def test_engines_agree_and_export_both_models(options: dict[str, Any], tmp_path: Path) -> None:
     """The head's first step, of AdamW, is its own learning rate, whatever its gradient."""
     trained, adapter = engine(**options), options.get("adapter")
     before = engine_runs.weights(trained)
@@ -125,15 +123,6 @@ def test_engines_agree_resume_to_the_bit_and_export_both_models(options: dict[st
     plain = engine(adapter, zero_stage=0)
     assert metrics[0] == pytest.approx(step(plain), rel=1e-4)
     assert engine_runs.apart(after, engine_runs.weights(plain)) < engine_runs.ROUNDING
-    about = {"stage": "step3_ppo", "config": {}, "inputs": {}, "models": []}
-    assert checkpoints.save(tmp_path, 1, Resumable({"actor": trained}, {"actor": trained}), about, 2) is None
-    resumed = engine(**options)
-    newest = checkpoints.newest(tmp_path)
-    assert newest is not None
-    newest.restore(Resumable({"actor": resumed}, {"actor": resumed}), seed=0)
-    assert step(resumed) == step(trained)
-    last, other = engine_runs.weights(trained), engine_runs.weights(resumed)
-    assert all(torch.equal(weight, other[name]) for name, weight in last.items())
     save_policy(trained, adapter, tiny.tokenizer(), tmp_path / "actor")
     save_scalar(trained, adapter, tiny.tokenizer(), tmp_path / "critic")
     with trained.inference() as model:

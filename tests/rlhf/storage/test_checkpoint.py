@@ -352,6 +352,13 @@ def test_an_unfinished_stage_restarts_when_its_input_changed(tmp_path: Path) -> 
         state(tmp_path, "step2_reward", model=str(first))
 
 
+def test_a_stage_whose_checkpoints_are_all_damaged_is_not_new(tmp_path: Path) -> None:
+    """It would begin again, and remove them."""
+    assert saving.save(tmp_path / "step1_sft", 1) is None
+    next(tmp_path.rglob("manifest.json")).write_text("")
+    assert state(tmp_path) == "interrupted"
+
+
 def test_a_tampered_output_is_not_skipped(tmp_path: Path) -> None:
     stage = make(tmp_path)
     flip(stage / "model" / "model.safetensors")

@@ -128,6 +128,7 @@ RUNS = {
     "everything": Case(with_everything, has_everything, lambda _: (4,)),
     "everything, often": Case(with_everything, has_everything, lambda _: (1, 2, 3, 4, 5, 0)),
     "best of n": Case(step_3(algorithm="best_of_n", num_generations=4), lambda whole: whole["chosen.jsonl"]),
+    "virtual tokens": Case(lambda *_: sft_options(adapter="p_tuning,num_virtual_tokens=5")),
     "adapter": Case(step_3(adapter="lora,r=4", ema_decay=0.5, zero_stage=2)),
     "shared critic": Case(step_3(critic_model="shared", critic_warmup_iterations=1, ema_decay=0.5, zero_stage=2)),
     "grpo": Case(step_3(algorithm="grpo", num_generations=4, zero_stage=0)),
