@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlhf import adapters, rewards
 from rlhf.chain import export
-from rlhf.config.options import EngineOptions, FrozenOptions, OwnEngineOptions, TrainingOptions
+from rlhf.config.options import FrozenOptions, OwnEngineOptions, TrainingOptions
 from rlhf.engine.ema import BestWeights
 from rlhf.engine.export import AdapterAlone, save_policy, save_scalar
 from rlhf.engine.frozen import FrozenEngine
@@ -38,7 +38,6 @@ from rlhf.models.policy import Policy
 from rlhf.models.quantized import quantized_layers
 from rlhf.models.scalar import ScalarModel, load_scalar_model
 from rlhf.training import checkpoints
-from rlhf.training.checks import check_engine
 from rlhf.types import ScoredRollout
 from step3_ppo import learner as step3_learner
 from step3_ppo import models as step3_models
@@ -337,23 +336,6 @@ def test_an_adapter_on_one_use_of_tied_weights_changes_that_use(family: str, lay
         loaded = load_causal_lm(str(tmp_path / name), torch.float32, tiny.VOCAB)
         torch.testing.assert_close(Policy(loaded)(ROWS)[0], expected, rtol=0, atol=atol)
         assert not loaded.config.tie_word_embeddings
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adapter": None}, "--share-trunk: needs --adapter"),
-        ({"adapter": None, "quantize": "nf4"}, "--quantize nf4: quantised weights cannot be trained; add an adapter"),
-        ({"quantize": "nf4", "torch_compile": True}, "with --torch-compile, which needs weights in the compute dtype"),
-        ({"zero_stage": 3}, "--share-trunk: got it with --zero-stage 3"),
-        ({"tensor_parallel_size": 2}, "--share-trunk: got it with --tensor-parallel-size 2"),
-        ({"sequence_parallel_size": 2}, "--share-trunk: got it with --sequence-parallel-size 2"),
-    ],
-)
-def test_what_cannot_share_a_base_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as refused:
-        check_engine(EngineOptions(**{"share_trunk": True, "adapter": ADAPTER, **options}))
-    assert "\n" not in str(refused.value)
 
 
 @LLAMA

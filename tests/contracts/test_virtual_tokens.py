@@ -1,8 +1,6 @@
 """Prompt tuning and p-tuning: peft computes the same, and step 1, evaluation and verification open what is saved."""
 
-import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,7 @@ from rlhf.errors import UserError
 from rlhf.models.load import Loading, load_backbone, load_causal_lm
 from rlhf.models.policy import Policy
 from rlhf.text.messages import Message
-from rlhf.training.checks import check_engine, check_start
+from rlhf.training.checks import check_start
 from tests.contracts.test_adapter_methods import OPTIMIZER, ROWS, VIRTUAL, train
 from tests.contracts.test_adapters import disturbed, greatest, logprobs
 from tests.support import forked, tiny
@@ -81,7 +79,6 @@ def test_what_cannot_have_virtual_tokens_refuses_them_in_one_line(method: str, t
             lambda: adapters.require_merging(method, "a reward model"),
             f"--adapter {method}: its virtual tokens",
         ),
-        (lambda: check_engine(EngineOptions(adapter=method, zero_stage=3)), "got --zero-stage 3 or a split model"),
         (lambda: check_start(saved, "auto", 8), trained_on),
         (lambda: load_causal_lm(saved, torch.float32, tiny.VOCAB), trained_on),
         (lambda: load_backbone(saved, torch.float32, tiny.VOCAB), trained_on),
@@ -99,22 +96,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", [marked_long(method, {"p_tuning"}) for method in VIRTUAL])
-def test_a_killed_run_goes_on_and_evaluation_opens_what_it_saves(method: str, folder: Path) -> None:
-    step_1 = [*STEP_1.split(), method + FEW]
-    whole = forked.python(*step_1, "--output-dir", "whole", cwd=folder)
+def test_evaluation_verification_and_chat_open_what_a_run_saves(method: str, folder: Path) -> None:
+    whole = forked.python(*STEP_1.split(), method + FEW, "--output-dir", "whole", cwd=folder)
     assert whole.returncode == 0, whole.stderr
-    child = forked.process([*step_1, "--output-dir", "killed"], os.environ, folder / "killed", folder)
-    child.start()
-    while not [*folder.glob("killed/step1_sft/checkpoints/*/manifest.json")]:
-        assert child.is_alive(), forked.text(folder / "killed")
-        time.sleep(0.01)
-    child.kill()
-    child.join()
-    resumed = forked.python(*step_1, "--output-dir", "killed", cwd=folder)
-    assert "resumes after step" in resumed.stdout, resumed.stderr + resumed.stdout
-    files = {path.name: path.read_bytes() for path in (folder / "whole/step1_sft/model").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} < {*files}
-    assert files == {path.name: path.read_bytes() for path in (folder / "killed/step1_sft/model").iterdir()}
+    saved = {path.name for path in (folder / "whole/step1_sft/model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} < saved
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     words = (
         "evaluate --policies whole/step1_sft model --prompts prompts.jsonl --response-length 4 --reward length,target=4"

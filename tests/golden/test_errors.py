@@ -5,20 +5,43 @@
 
 import contextlib
 import io
+import json
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from rlhf import adapters, generation, rewards
-from rlhf.chain.options import read
+from rlhf import adapters, console, errors, generation, rewards
+from rlhf.chain import command
+from rlhf.chain.options import overlay, read, require_agreement
+from rlhf.chain.verify import VerifyConfig
+from rlhf.chat.options import ChatOptions
+from rlhf.config import Config, parser
+from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.evaluation import evaluate, pairs
+from rlhf.launch import hosts, launcher
+from rlhf.launch.hosts import LaunchOptions
+from rlhf.models.splitting import check_split, replicas
 from rlhf.text.prompt_file import read_prompts
 from rlhf.text.templates import find_template
-from tests.support import tiny
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
+from rlhf.training.checks import check_engine, check_ranks
+from step1_sft import __main__ as sft
+from step1_sft.config import SFTConfig
+from step2_reward import __main__ as reward
+from step2_reward.config import RewardConfig
+from step2_reward.evaluation_options import EvaluateRewardConfig
+from step3_ppo import __main__ as ppo
+from step3_ppo import algorithms
+from step3_ppo.inputs import check as check_step_3
+from tests.support import texts, tiny
+from tests.support.programs import without_status
 
 FILE = Path(__file__).with_name("errors.txt")
 
@@ -28,15 +51,109 @@ def _wrap(typed: str) -> object:
     return adapters.wrap(tiny.causal_lm(family), spec)
 
 
-def _prompt(typed: str) -> object:
-    """The line is the second one of a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "p.jsonl"
-        file.write_bytes(b'{"prompt": "good"}\n' + typed.encode("latin-1"))
+@contextlib.contextmanager
+def _empty_folder() -> Iterator[None]:
+    """It is the working directory, of which messages do not tell."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
-            return read_prompts(str(file))
+            yield
         except UserError as error:
-            raise UserError(str(error).replace(f"{folder}/", "")) from None
+            raise UserError(str(error).replace(f"{folder}/", "").replace(f"{before}/", "")) from None
+
+
+def _in_file(name: str, read: Callable[[str], object], before: bytes = b"") -> Callable[[str], object]:
+    """What is typed is the content of a file, after `before`; a ¶ is a new line."""
+
+    def call(typed: str) -> object:
+        with _empty_folder():
+            Path(name).write_bytes(before + typed.replace("¶", "\n").encode("latin-1"))
+            return read(name)
+
+    return call
+
+
+def _parsed(config: type[Config]) -> Callable[[str], object]:
+    return lambda typed: parser.parse(config, typed.split(), "program", "what it does")
+
+
+def _step_3(typed: str) -> Config:
+    """The algorithm stands before its options."""
+    name, *words = typed.split()
+    return parser.parse(algorithms.options(name), ["--algorithm", name, *words], "step3_ppo", "")
+
+
+def _checked_step_3(typed: str) -> None:
+    """The number of processes stands before it, and the model is the demo's."""
+    ranks, _, words = typed.partition(" ")
+    models = " --actor-model demo-llama --data-path demo,rows=400 --critic-model demo-llama --reward length,target=4"
+    check_step_3(_step_3(words + models), ranks=int(ranks))
+
+
+def _engine(typed: str) -> None:
+    """The number of processes stands before the options."""
+    ranks, *words = typed.split()
+    options = parser.parse(EngineOptions, words, "", "")
+    check_engine(options, ranks=int(ranks))
+    replicas(options, int(ranks))
+
+
+def _split(typed: str) -> None:
+    """A model type, with values of its config, before the options."""
+    family, *words = typed.split()
+    name, _, changes = family.partition("{")
+    with _empty_folder():
+        tiny.config_of(name, **json.loads("{" + changes if changes else "{}")).save_pretrained("model")
+        check_split(parser.parse(EngineOptions, words, "", ""), "model")
+
+
+def _hosts(typed: str) -> None:
+    """The lines of the hostfile before the options, apart by |."""
+    text, *words = typed.split("|")
+    options = parser.parse(LaunchOptions, ["--hostfile", "hosts.txt", *words], "", "")
+    in_file = _in_file("hosts.txt", lambda _: hosts.open_deployment(options, most=4))
+    with mock.patch.dict(os.environ, PATH=""):
+        in_file(text)
+
+
+def _deepspeed(typed: str) -> None:
+    """The JSON before the options of the chain, apart by |."""
+    tree, *words = typed.split("|")
+
+    def read_with(name: str) -> None:
+        argv = ["--deepspeed-config", name, *words]
+        require_agreement(argv, read(argv, overlay(argv, 0)))
+
+    _in_file("ds.json", read_with)(tree)
+
+
+def _refusing(main: Callable[[], int]) -> Callable[[str], None]:
+    """A program in an empty folder, as it is typed: with code 2, it starts no stage, prints nothing else, and leaves
+    nothing. Without --data-path it has few rows of the demo's."""
+
+    def started(*_: object) -> int:
+        raise AssertionError("a stage was started")
+
+    def call(typed: str) -> None:
+        words = typed.split() if "--data-path" in typed else [*typed.split(), "--data-path", "demo,rows=2000"]
+        out, err = io.StringIO(), io.StringIO()
+        patches = [
+            mock.patch.object(console, "quiet_libraries", lambda: None),
+            mock.patch.object(torch.cuda, "device_count", lambda: 0),
+            mock.patch.object(launcher, "run", started),
+            mock.patch.object(sys, "argv", ["program", *words, "--output-dir", "out"]),
+        ]
+        with _empty_folder(), contextlib.ExitStack() as stack:
+            for patch in (*patches, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+                stack.enter_context(patch)
+            try:
+                code = errors.run_as_user(main)
+            except SystemExit as leaving:
+                code = int(str(leaving.code))
+            assert (code, out.getvalue(), os.listdir()) == (2, "", [])
+            raise UserError(without_status(err.getvalue()).removeprefix("error: ").removesuffix("\n"))
+
+    return call
 
 
 def _rewards(typed: str) -> object:
@@ -55,12 +172,36 @@ KINDS: Mapping[str, Callable[[str], object]] = {
     "--ppo.reward": _rewards,
     "--rollout-backend": lambda typed: generation.open_backend(typed, eos_token_id=2, pad_token_id=0),
     "--chat-template": lambda typed: find_template(typed, None),
+    "--chat-template-file": _in_file(
+        "mine.jinja", lambda name: prepare_tokenizer(texts.byte_tokenizer(), f"{os.getcwd()}/{name}")
+    ),
+    "--model": _in_file("model.yaml", load_tokenizer),
+    "--prompts": _in_file("p.jsonl", read_prompts, b'{"prompt": "good"}\n'),
+    "--config": _in_file("a.yaml", lambda name: read(["--config", name])),
+    "--deepspeed": _deepspeed,
+    "--hostfile": _hosts,
+    "engine": _engine,
+    "split": _split,
+    "batch": lambda typed: check_ranks(
+        *map(int, typed.split()[:2]), "batch_size", int(typed.split()[2]), "num_mini_batches"
+    ),
     "train": lambda typed: read(typed.split()),
+    "step1_sft": _parsed(SFTConfig),
+    "step2_reward": _parsed(RewardConfig),
+    "step3_ppo": _step_3,
+    "step3_ppo-check": _checked_step_3,
+    "evaluate-reward": _parsed(EvaluateRewardConfig),
+    "chat": _parsed(ChatOptions),
+    "verify": _parsed(VerifyConfig),
     "evaluate": lambda typed: _program(evaluate.main, typed),
     "pairs": lambda typed: _program(pairs.main, typed),
-    "--prompts": _prompt,
+    "run-train": _refusing(command.main),
+    "run-step1_sft": _refusing(sft.main),
+    "run-step2_reward": _refusing(reward.main),
+    "run-step3_ppo": _refusing(ppo.main),
 }
-"""by the option or program; a model type stands before an adapter, and --prompts has a line of the file"""
+"""By the option or program; what stands before the options is said above. A file of prompts or a template has its first
+lines already; `batch` has the rows, processes and minibatches of a step."""
 
 
 def table() -> list[tuple[str, str]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from data.prepare.mixture import open_origin
 from rlhf import plugins
-from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
@@ -124,21 +123,6 @@ def test_the_chosen_rows_alone_are_the_update() -> None:
     control = on_stage(game).kl
     control.observe(3.0, 1.0, 0)
     assert control.coef == 0.0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"num_generations": 1}, ["num_generations", "greater than or equal to 2"]),
-        ({"score_clip": 2.0}, ["score_clip", "only the order of the scores of one prompt matters"]),
-        ({"kl_coef": 0.1}, ["no option 'kl_coef'"]),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], words: list[str]) -> None:
-    module = plugins.find("step3_ppo.algorithms", "best_of_n")
-    with pytest.raises(UserError) as error:
-        validate(module.Config, options, "best_of_n")
-    assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.config import validate
 from rlhf.distributed import collectives
-from rlhf.errors import UserError
 from rlhf.maths import ops
 from rlhf.types import Credit, ScoredRollout
-from step3_ppo.algorithms import Iteration, _credit, a2c
+from step3_ppo.algorithms import Iteration, _credit
 from tests.contracts.test_algorithms import built, losses_and_gradients, moved, rollout
 from tests.support.players import first
 
@@ -247,9 +245,3 @@ def test_whitening_is_over_all_ranks(name: str) -> None:
         with mock.patch.object(collectives, "sum_over_ranks", lambda here, elsewhere=elsewhere: here + elsewhere):
             advantages = player.credit(r[mine], LATER).advantages
         torch.testing.assert_close(advantages, whole[mine], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("option", ["tis_cap", "cliprange", "cliprange_high", "cliprange_value"])
-def test_an_algorithm_that_clips_nothing_has_no_such_option(option: str) -> None:
-    with pytest.raises(UserError, match=f"{option}"):
-        validate(a2c.Config, {option: 1.5}, "x")

@@ -18,7 +18,6 @@ from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING as sft
 from step2_reward.config import RewardConfig
 from step2_reward.stage import REWARD_MODELLING as reward
-from step3_ppo import inputs
 from step3_ppo import stage as ppo
 from step3_ppo.algorithms import rloo
 from step3_ppo.models import set_up
@@ -55,15 +54,6 @@ def test_what_is_learned_of_a_dialogue_and_of_a_text_is_the_users_choice() -> No
     assert sft.recipe(SFTConfig(loss_on="all", objective="text")) == Recipe("sft", "all", "text")
 
 
-def test_prompt_and_response_fit_into_max_length_and_the_models_context(tmp_path: Path) -> None:
-    fitting = {"max_prompt_length": 24, "response_length": 16, "max_length": 40}
-    ppo.check(options(tmp_path, **fitting))
-    with pytest.raises(UserError, match="got 40 tokens, expected at most --max-length 39"):
-        ppo.check(options(tmp_path, **fitting | {"max_length": 39}))
-    with pytest.raises(UserError, match="demo-llama"):
-        ppo.check(options(tmp_path, **fitting | {"max_prompt_length": 2**20, "max_length": 2**21}))
-
-
 def test_every_row_has_a_result_that_match_can_compare_with(tmp_path: Path) -> None:
     answers = {"train": [*range(40), "forty"], "held_out": [*range(4)]}
     for name, cells in answers.items():
@@ -76,13 +66,6 @@ def test_every_row_has_a_result_that_match_can_compare_with(tmp_path: Path) -> N
         UserError, match=r"the prompt that ends in 'train 40\?': got 'forty', in which there is no number"
     ):
         ppo.check(options(tmp_path, **fitting, reward=("0.5*match", "length,target=5")))
-
-
-def test_frozen_models_are_whole_beside_split_ones(tmp_path: Path) -> None:
-    assert inputs._replicas(options(tmp_path, tensor_parallel_size=2), 4) == 2
-    for name in ("reference", "reward_models"):
-        with pytest.raises(UserError, match=f"^{name}: --zero-stage 3: got it with --tensor-parallel-size 2"):
-            inputs._replicas(options(tmp_path, tensor_parallel_size=2, **{name: {"zero_stage": 3}}), 4)
 
 
 def test_every_stage_checks_the_room_for_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

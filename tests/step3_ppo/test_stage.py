@@ -163,16 +163,6 @@ def test_vllm_samples_in_the_place_of_the_loop(models: Path, tmp_path: Path, vll
     assert 0 < distance(average, first) < distance(last, first)
 
 
-def test_vllm_is_refused_before_anything_is_written(models: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="rollout backend 'vllm'"):
-        stage.run(options(models, tmp_path, rollout_backend="vllm"))
-    with pytest.raises(UserError, match=r"no 'vlm' in rlhf.generation; have loop, vllm \(did you mean 'vllm'\?\)"):
-        stage.run(options(models, tmp_path, rollout_backend="vlm"))
-    with pytest.raises(UserError, match=r"rlhf.generation.loop: .*memory_share"):
-        stage.run(options(models, tmp_path, rollout_backend="loop,memory_share=0.3"))
-    assert not (tmp_path / "step3_ppo").exists()
-
-
 def test_the_reward_model_knows_its_scores(models: Path) -> None:
     config = json.loads((models / "step2_reward/model/config.json").read_text(encoding="utf-8"))
     metrics = json.loads((models / "step2_reward/manifest.json").read_text(encoding="utf-8"))["metrics"]
@@ -290,15 +280,6 @@ def test_the_critic_warms_up_alone_and_the_actors_rate_then_falls_to_its_end(mod
     steps = rows(tmp_path)
     assert "policy_loss" not in steps[0] and "value_loss" in steps[0]
     assert [row["policy_learning_rate"] for row in steps[1:]] == pytest.approx([1e-3, 0.5e-3])
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "warmup", "message"),
-    [("rloo", 1, "expected 0, as 'rloo' has no critic"), ("ppo", 3, "expected less than the 3 iterations")],
-)
-def test_a_warm_up_in_vain_is_refused(models: Path, tmp_path: Path, algorithm: str, warmup: int, message: str) -> None:
-    with pytest.raises(UserError, match=f"--critic-warmup-iterations {warmup}: {message}"):
-        stage.run(options(models, tmp_path, algorithm, critic_warmup_iterations=warmup))
 
 
 def test_scores_that_are_drawn_differ_between_ranks(

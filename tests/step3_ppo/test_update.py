@@ -324,21 +324,6 @@ def test_without_rescoring_the_update_has_its_own_old_logprobs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_ppo_epochs": 2}, "num_ppo_epochs 1 and num_mini_batches 1"),
-        ({"num_mini_batches": 2}, "num_ppo_epochs 1 and num_mini_batches 1"),
-        ({"critic_model": "shared"}, "no critic_model shared"),
-        ({"rollout_backend": "vllm,memory_share=0.3"}, "rollout_backend loop, got vllm"),
-        ({"tis_cap": 2.0}, "tis_cap: expected rescore"),
-    ],
-)
-def test_what_needs_the_log_probs_of_the_trainer_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_of("ppo", **{"num_ppo_epochs": 1, "num_mini_batches": 1, "rescore": False} | changes)
-
-
-@pytest.mark.parametrize(
     ("changes", "note"),
     [
         ({"use_score_norm": True}, "--use-score-norm without --use-score-scaling"),

@@ -131,41 +131,10 @@ def test_one_value_of_a_list_needs_no_brackets(tmp_path: Path) -> None:
             parser.parse(Lists, ["--config", str(write(tmp_path / "a.yaml", mistake))], "", "")
 
 
-@pytest.mark.parametrize(
-    ("yaml", "parts"),
-    [
-        (
-            "inner: {kl_cof: 1}",
-            ["no option 'inner.kl_cof' (did you mean 'kl_coef'?)", "have adapter, gamma, kl_coef, steps"],
-        ),
-        ("kl_coef: 1", ["no option 'kl_coef' (did you mean 'inner.kl_coef'?); have every, inner, name, "]),
-        ("iner: {every: 1}", ["no section 'iner' (did you mean 'inner'?); have inner; a file with a section for each"]),
-        ("inner: {every: 1}", ["no option 'inner.every' (did you mean 'every'?)"]),
-        ("inner: {zzz: 1}", ["no option 'inner.zzz';", "have adapter, gamma, kl_coef, steps"]),
-        ("inner: {kl_coef: much}", ["inner.kl_coef", "valid number", "'much'"]),
-        ("inner: {kl_coef: -1}", ["inner.kl_coef", "greater than or equal to 0", "got -1"]),
-        ("inner: {steps: 11}", ["inner: steps is 11, expected 10 or fewer"]),
-        ("inner: 3", ["inner", "got 3"]),
-        ("name: grpo", ["name", "'ppo' or 'rloo'", "got 'grpo'"]),
-        ("sizes:", ["sizes: expected one or more values, or [] for none"]),
-        ("every: 1.5e0", ["every", "integer", "got 1.5"]),
-        ("inner:\n  adapter: ${HOME}/lora", [":2:", "got '${HOME}/lora', whose variable is not read in a file"]),
-        ("- a\n- b", ["got a list, expected a mapping"]),
-        ("inner: {}\ninner: {}", [":2:", "key 'inner' comes twice"]),
-        ("inner:\n  kl-coef: 1\n  kl_coef: 2", [":3:", "key 'kl_coef' comes twice"]),
-        ("inner:\n  steps: 1\n steps: 2", [":3:", "not valid YAML"]),
-        ("name: a\0b", ["not valid YAML", "special characters"]),
-        ("inner: 2020-13-45", ["not valid YAML", "month must be in 1..12"]),
-        ("name: !!python/object/apply:os.getcwd []", [":1:", "not valid YAML", "python/object"]),
-    ],
-)
-def test_a_mistake_in_a_file_names_the_file_and_the_place(tmp_path: Path, yaml: str, parts: list[str]) -> None:
-    good = write(tmp_path / "good.yaml", "inner: {steps: 9}")
+@pytest.mark.parametrize("yaml", ["name: a\0b", "inner: 2020-13-45"])
+def test_what_is_no_yaml_is_one_line(tmp_path: Path, yaml: str) -> None:
     bad = write(tmp_path / "bad.yaml", yaml)
-    message = mistake("--config", good, bad)
-    assert message.startswith(bad)
-    for part in parts:
-        assert part in message
+    assert mistake("--config", bad).startswith(f"{bad}: not valid YAML")
 
 
 def test_a_later_file_may_mend_what_an_earlier_one_gives(tmp_path: Path) -> None:
@@ -188,64 +157,11 @@ def test_the_nearest_option_of_a_list_of_sections() -> None:
         validate(Outer, {"maybe": {"stps": 1}}, "here")
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    absent = tmp_path / "absent.yaml"
-    assert mistake("--config", str(absent)).startswith(f"--config {absent}: cannot be read (No such file")
-    assert "cannot be read" in mistake("--config", str(tmp_path))
-    latin = tmp_path / "latin.yaml"
-    latin.write_bytes(b"name: caf\xe9")
-    assert "utf-8" in mistake("--config", str(latin))
-
-
-@pytest.mark.parametrize("argv", [["--config"], ["--config", "--no-shuffle"], ["--no-shuffle", "--config"]])
-def test_config_without_a_file_is_refused(argv: list[str]) -> None:
-    assert mistake(*argv).startswith("--config: got no file")
-
-
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["--inner.kl-cof", "1"], ["no option '--inner.kl-cof' (did you mean '--inner.kl-coef'?)"]),
-        (["--kl-coef", "1"], ["no option '--kl-coef' (did you mean '--inner.kl-coef'?)"]),
-        (["--zzz=1"], ["no option '--zzz'; see --help"]),
-        (["--inner.kc", "1"], ["no option '--inner.kc' (did you mean '--inner.kl-coef'?)"]),
-        (["--kl", "1"], ["no option '--kl': here --inner.kl-coef; see --help"]),
-        (["--zzz", "--kl", "1", "--every", "9"], ["no option '--zzz'; no option '--kl': here --inner.kl-coef; see"]),
-        (["--coef", "1"], ["no option '--coef' (did you mean '--inner.kl-coef'?)"]),
-        (["--inner.kl-coef", "much"], ["--inner.kl-coef", "'much'"]),
-        (["--inner.kl-coef", "-1"], ["--inner.kl-coef: ", "greater than or equal to 0", "got -1"]),
-        (["--inner.steps", "11"], ["--inner: steps is 11, expected 10 or fewer"]),
-        (["--inner.steps"], ["--inner.steps: got no value, expected one after it"]),
-        (["--every", "0"], ["--every: ", "greater than or equal to 1", "got 0"]),
-        (["--every", "9", "--no-shuffle"], ["every is 9, but nothing is shuffled"]),
-        (["--name", "grpo"], ["'grpo'", "--name", "ppo", "rloo"]),
-        (["--inner.kl-coef", "x", "--inner.gamma", "x"], ["--inner.kl-coef: Input", "; --inner.gamma: Input"]),
-        (["--every", "15e-1"], ["--every: ", "integer", "got 15e-1"]),
-        (["--steps", "4"], ["--steps: Input should be 1, 2 or 3, got 4; see --help"]),
-        (["--steps"], ["--steps: Tuple should have at least 1 item"]),
-        (["stray"], ["got 'stray', expected an option such as --name before each value"]),
-        (["--every", "2", "3"], ["got '3', expected an option"]),
-    ],
-)
-def test_a_mistake_on_the_command_line_names_the_option(argv: list[str], parts: list[str]) -> None:
-    message = mistake(*argv)
-    for part in parts:
-        assert part in message
-    assert message.endswith("see --help")
-
-
 def test_the_tree_reads_back_as_itself(tmp_path: Path) -> None:
     argv = ["--inner.kl-coef", "1e-05", "--sizes", "--no-shuffle", "--name", "rloo", "--inner.adapter", "ünï: [#"]
     before = parse(*argv)
     after = parser.parse(Root, ["--config", str(write(tmp_path / "tree.yaml", parser.to_yaml(before)))], "", "")
     assert after == before
-
-
-def test_a_choice_in_another_spelling_gets_the_right_one(tmp_path: Path) -> None:
-    for written, meant in {"RLOO": "rloo", "p-p-o": "ppo"}.items():
-        assert mistake("--name", written).endswith(f" (did you mean '{meant}'?); see --help")
-        file = write(tmp_path / "options.yaml", f"name: {written}")
-        assert mistake("--config", file).endswith(f", got '{written}' (did you mean '{meant}'?)")
 
 
 def test_print_config_prints_the_whole_tree_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

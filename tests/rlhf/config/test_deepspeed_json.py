@@ -12,13 +12,11 @@ import yaml
 
 from rlhf import console
 from rlhf.chain import command as train
-from rlhf.config import deepspeed_json
 from rlhf.config.options import EngineOptions, TrainingOptions
 from rlhf.engine.training import deepspeed_config
 from rlhf.errors import UserError
 from rlhf.training.checks import check_steps
 from step1_sft import __main__ as sft
-from step3_ppo import __main__ as ppo
 from tests.support.programs import runner
 
 Printed = Callable[..., dict[str, Any]]
@@ -137,45 +135,6 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     code, output, line = runner("train.py", main, monkeypatch, capsys)(*words)
     assert (code, output) == (2, "") and line.count("\n") == 1, line
     return line.removeprefix("error: ").rstrip("\n")
-
-
-@pytest.mark.parametrize(
-    ("main", "json_tree", "words", "line"),
-    [
-        (
-            train.main,
-            {"zero_optimization": {"stage": 2}},
-            ["--zero-stage", "3"],
-            "--sft.zero-stage 3: got it with 2 in ds.json; expected the same value in both, or in one only",
-        ),
-        (train.main, {"train_batch_size": 8}, ["--reward.batch-size", "16"], "--reward.batch-size 16: got it with 8 "),
-        (sft.main, {"zero_optimization": {"stage": 4}}, [], "deepspeed-config: zero_stage: "),
-        (sft.main, {"optimizer": {"type": "Lamb"}}, [], 'type "Lamb": not supported; remove it, or use an option here'),
-        (sft.main, {"communication_data_type": "fp16"}, [], 'not supported; expected "fp32", or write "auto"'),
-        (sft.main, {"hybrid_engine": {"max_out_tokens": 512}}, [], "ds.json: hybrid_engine.max_out_tokens 512: not su"),
-        (ppo.main, {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], "it sets --dtype to bf16 and to fp16"),
-        (sft.main, [], [], "got a list, expected a JSON object"),
-    ],
-)
-def test_a_contradiction_names_both(
-    main: Any,
-    json_tree: Any,
-    words: list[str],
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(json.dumps(json_tree))
-    assert line in refusal(monkeypatch, capsys, main, "--deepspeed_config", "ds.json", *words)
-
-
-def test_a_json_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text("{")
-    for path, reason in (("no.json", "cannot be read"), ("ds.json", "not valid JSON")):
-        with pytest.raises(UserError, match=reason):
-            deepspeed_json.read(tmp_path / path)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,11 @@ import pytest
 
 from rlhf import plugins
 from rlhf.chain.options import chain_config, read
-from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
 from rlhf.config import Config, option_names, parser
-from rlhf.config.foreign_options import answer, foreign, gone
+from rlhf.config.foreign_options import foreign, gone
 from rlhf.errors import UserError
 from rlhf.evaluation.options import EvaluateConfig
-from rlhf.evaluation.pairs import PairsConfig
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step2_reward.evaluation_options import EvaluateRewardConfig
@@ -48,32 +46,6 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
     assert line.endswith(f"{note}; see --help" if note else "; see --help")
 
 
-@pytest.mark.parametrize(
-    ("config", "option", "line"),
-    [
-        (
-            CHAIN,
-            "--per_device_train_batch_size",
-            "here --micro-batch-size; batch sizes are global, so --batch-size is per_device x accumulation x processes",
-        ),
-        (CHAIN, "--sft.cutoff-len", "here --sft.max-length; prompt and response, in tokens"),
-        (CHAIN, "--lr", "here --sft.learning-rate or --reward.learning-rate or --ppo.learning-rate"),
-        (CHAIN, "--ppo.safety_threshold", "remove it: docs/rewards.md has the rule as a file"),
-        (RewardConfig, "--centering", "here --objective; for example pairwise,centering=0.01"),
-        (SFTConfig, "--reward_pretrain", "here --ppo.reward-model of `train`; a trained reward model, with --steps 3"),
-        (SFTConfig, "--init_kl_coef", "here --kl-coef of another stage; --kl-budget makes it adaptive"),
-        (CHAIN, "--model", "here --actor-model"),
-        (EvaluateRewardConfig, "--model", "here --models"),
-        (EvaluateConfig, "--model", "here --policies"),
-        (PairsConfig, "--model", "here --policies"),
-        (ChatOptions, "--model", "here --run"),
-        (VerifyConfig, "--model", "here --run"),
-    ],
-)
-def test_the_answer_fits_the_program(config: type[Config], option: str, line: str) -> None:
-    assert refusal(config, option) == f"no option '{option.replace('_', '-')}': {line}; see --help"
-
-
 def test_a_config_file_gets_the_same_answer(tmp_path: Path) -> None:
     """At the top and in a section."""
     file = tmp_path / "theirs.yaml"
@@ -105,12 +77,6 @@ def test_a_file_of_before_may_have_the_default_of_what_is_gone(tmp_path: Path) -
         file.write_text(f"ppo: {{{name}: 1.5}}")
         with pytest.raises(UserError, match=f"no option 'ppo.{name}': "):
             parser.parse(CHAIN, ["--config", str(file)], "", "")
-
-
-def test_what_no_library_has_gets_no_answer() -> None:
-    assert answer("zzz", KNOWN) == ""
-    for name in ("--quick-and-dirty", "--lion", "--sft.telemetry"):
-        assert refusal(CHAIN, name) == f"no option '{name}'; see --help"
 
 
 @pytest.mark.parametrize("name", ["Neptune", "visdom"])

@@ -1,6 +1,5 @@
 """Which options of an engine go together on which device, and how each model of step 3 gets its own."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +15,8 @@ from rlhf.engine.precision import compute_dtype
 from rlhf.engine.training import deepspeed_config, require_possible, shards_of
 from rlhf.errors import UserError
 from step3_ppo.algorithms.ppo import Config as PPOConfig
-from step3_ppo.inputs import check
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": "fp16"}, "--dtype fp16: the device is a CPU, expected bf16 or fp32 there"),
-    *(
-        ({"offload_param": True, "zero_stage": stage}, f"--offload-param: needs --zero-stage 3, got {stage}")
-        for stage in (0, 1, 2)
-    ),
-    (
-        {"dtype": "fp32", "offload_optimizer": True, "zero_stage": 0},
-        "--offload-optimizer: needs --zero-stage 1, 2 or 3, got 0",
-    ),
-    (
-        {"offload_nvme": "HERE", "offload_optimizer": True, "zero_stage": 2},
-        "--offload-nvme HERE: needs --zero-stage 3, got 2",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
-def test_what_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    here = {name: value.replace("HERE", str(tmp_path)) for name, value in options.items() if name == "offload_nvme"}
-    with pytest.raises(UserError) as refusal:
-        require_possible(EngineOptions(**options | here), CPU)
-    assert str(refusal.value) == message.replace("HERE", str(tmp_path))
 
 
 def test_layers_are_compiled_where_no_devices_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,28 +141,3 @@ def test_a_file_and_the_saved_tree_say_it_too(tmp_path: Path) -> None:
     saved = tmp_path / "saved.yaml"
     saved.write_text(parser.to_yaml(ppo))
     assert parser.parse(PPOConfig, ["--config", str(saved)], "", "") == ppo
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--actor.zero-stage", "4"], "zero-stage"),
-        (["--reference.zero-stage", "2"], "--reference.zero-stage: Input should be 0 or 3, got 2"),
-        (
-            ["--critic.offload"],
-            "no option '--critic.offload': here --critic.offload-optimizer; --offload-param for the weights",
-        ),
-        (["--reference.offload-param"], "no option '--reference.offload-param'"),
-    ],
-)
-def test_a_mistake_in_a_section_is_named(argv: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        parser.parse(PPOConfig, argv, "step3_ppo", "")
-
-
-def test_what_does_not_go_together_names_the_model() -> None:
-    options = PPOConfig(
-        actor_model="configs/models/demo-llama.yaml", reward=("length",), critic={"offload_param": True}
-    )
-    with pytest.raises(UserError, match="critic: --offload-param: needs --zero-stage 3, got 1"):
-        check(options.model_copy(update={"critic_model": "configs/models/demo-llama.yaml"}))

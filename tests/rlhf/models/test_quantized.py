@@ -179,21 +179,6 @@ def test_below_fp32_the_adapter_has_the_dtype_of_the_model_and_the_head_stays_ex
     assert again(ROWS).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"adapter": None}, "add an adapter"),
-        ({"zero_stage": 3}, "--zero-stage 3"),
-        ({"zero_stage": 3, "offload_param": True}, "--zero-stage 3"),
-        ({"torch_compile": True}, "--torch-compile"),
-    ],
-)
-def test_what_cannot_be_quantised_is_refused_in_one_line(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError, match=named) as error:
-        check_engine(EngineOptions(**{"quantize": "nf4", "adapter": "lora", "dtype": "fp32", **options}))
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("options", [{"offload": True}, {"zero_stage": 3}])
 def test_a_frozen_model_that_moves_or_is_sharded_is_not_quantised(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="reward_models: --quantize nf4"):

@@ -1,7 +1,6 @@
 """Two ranks that share one model (tensor parallel) or the tokens of its rows (sequence parallel) against two that each
 have their own; and what is refused before anything is loaded."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from rlhf.plan.command import bound, plan_stages
 from rlhf.plan.devices import PlanOptions
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING
-from step3_ppo.algorithms.ppo import Config as PPOConfig
-from step3_ppo.inputs import check as check_ppo
 from tests.support import forked_ranks, tiny
 from tests.support.engine_runs import apart
 from tests.support.split_ranks import make
@@ -106,55 +103,10 @@ def test_ranks_that_work_alike_have_one_share_of_the_rows(monkeypatch: pytest.Mo
     assert shares_of_ranks == [(rank, 3, first) for rank in range(3) for first in (True, False)]
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks", "message"),
-    [
-        (
-            {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
-            4,
-            "--tensor-parallel-size 2 --sequence-parallel-size 2: expected one of them, the other 1",
-        ),
-        ({"tensor_parallel_size": 2, "adapter": "lora,r=4"}, 2, "DeepSpeed cannot split adapters"),
-        ({"tensor_parallel_size": 2}, 3, "--tensor-parallel-size 2: got 3 processes, expected a multiple of 2"),
-        ({"sequence_parallel_size": 4}, 2, "--sequence-parallel-size 4: got 2 processes, expected a multiple of 4"),
-    ],
-)
-def test_what_does_not_go_together(options: dict[str, Any], ranks: int, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
-        replicas(EngineOptions(**options), ranks)
-
-
 def test_shares() -> None:
     assert replicas(EngineOptions(), 4) == 4
     assert replicas(EngineOptions(tensor_parallel_size=2), 4) == 2
     assert replicas(EngineOptions(sequence_parallel_size=4, adapter="lora"), 4) == 1
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "options", "message"),
-    [
-        ("gpt2", {}, {"tensor_parallel_size": 2}, "is a gpt2, expected one of gemma2, gpt_neo"),
-        ("llama", {}, {"tensor_parallel_size": 4}, "has num_key_value_heads 2, expected a multiple of 4"),
-        ("opt", {}, {"tensor_parallel_size": 3}, "has num_attention_heads 4, expected a multiple of 3"),
-        ("bloom", {}, {"sequence_parallel_size": 2}, "is a bloom, expected one of gpt2, gpt_neox"),
-        ("gptj", {}, {"sequence_parallel_size": 2}, "is a gptj"),
-        ("mistral", {}, {"sequence_parallel_size": 2}, "attends within a window of 8 tokens"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
-            {"sequence_parallel_size": 2},
-            "within a window",
-        ),
-        ("llama", {}, {"sequence_parallel_size": 4}, "has num_key_value_heads 2"),
-    ],
-)
-def test_models_that_cannot_be_split(
-    family: str, changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    tiny.config_of(family, **changes).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=re.escape(message)):
-        check_split(EngineOptions(**options), str(tmp_path))
-    check_split(EngineOptions(), str(tmp_path))
 
 
 def test_models_that_can_be_split(tmp_path: Path) -> None:
@@ -162,24 +114,6 @@ def test_models_that_can_be_split(tmp_path: Path) -> None:
         tiny.config_of(family, **changes).save_pretrained(tmp_path)
         check_split(EngineOptions(tensor_parallel_size=2), str(tmp_path))
         check_split(EngineOptions(sequence_parallel_size=2), str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sequence_parallel_size": 2}, "--sequence-parallel-size 2: expected 1 in step 3"),
-        (
-            {"tensor_parallel_size": 2, "reference": {"zero_stage": 3}},
-            "reference: --zero-stage 3: got it with --tensor-parallel-size 2, expected 0",
-        ),
-        ({"tensor_parallel_size": 2, "adapter": "lora"}, "DeepSpeed cannot split adapters"),
-    ],
-)
-def test_what_step_3_refuses(options: dict[str, Any], message: str) -> None:
-    demo = "configs/models/demo-llama.yaml"
-    config = PPOConfig(actor_model=demo, critic_model=demo, reward=("length",), **options)
-    with pytest.raises(UserError, match=re.escape(message)):
-        check_ppo(config, ranks=2)
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "sequence_parallel_size"])

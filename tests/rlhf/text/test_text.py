@@ -51,21 +51,6 @@ def test_words_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: {}", "tokenizer.words: got None"),
-        ("tokenizer: {words: [a, no]}", "got False.*quote"),
-        ("tokenizer: {words: ['two words']}", "'two words'"),
-    ],
-)
-def test_mistaken_words(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "model.yaml"
-    file.write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_tokenizer(str(file))
-
-
 def test_a_tokenizer_without_eos_says_how_to_cure_it(tmp_path: Path) -> None:
     byte_tokenizer(bos_token="<s>").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no EOS token.*eos_token.*tokenizer_config.json"):
