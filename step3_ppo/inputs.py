@@ -259,7 +259,7 @@ def _check_sources(config: Step3Config, table: Sequence[Role], load: LoadTokeniz
     context = rewards.Context(tokenizer, torch.device("cpu"), torch.float32, reward_model, 1)
     rewards.check_weights(config.reward, config.reward_combine)
     for spec in source_specs(config):
-        rewards.check_source(spec, context)
+        rewards.check_source(spec, context, scores=spec != config.judge)
 
 
 def _check_lengths(

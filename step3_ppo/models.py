@@ -28,7 +28,7 @@ from rlhf.models.trunk import ActorCriticRole, PolicyRole, ScalarRole, Trunk
 from rlhf.roles import Role, role_of
 from rlhf.text.encoder import id_count
 from step3_ppo import algorithms
-from step3_ppo.config import Step3Config
+from step3_ppo.config import STAGE, Step3Config
 from step3_ppo.inputs import open_backend
 from step3_ppo.kl import KLController, KLOptions
 from step3_ppo.learner import Learner
@@ -189,4 +189,5 @@ def reward_context(config: Step3Config, table: Sequence[Role], tokenizer: PreTra
         reward_model=run_reward_model(config, table),
         micro_batch_size=config.rollout_batch_size,
         model_options=config.reward_model_options,
+        answers=Path(config.output_dir) / STAGE.name / rewards.ANSWERS,
     )

@@ -50,6 +50,8 @@ from step3_ppo.schedule import Schedule, computed_tokens, iterations
 from step3_ppo.warnings import Watch
 from step3_ppo.worth import measure, worth
 
+SHOWN = ("score", "kl", "response_length", rewards.REQUESTS, rewards.TOKENS, rewards.CACHED)
+"""metrics on the status line, those that the run has"""
 HELD_OUT = 2**20 - 1
 """number of the rollout of held-out responses, which no iteration has"""
 
@@ -99,7 +101,7 @@ def observe(outcomes: Iterable[Outcome], learner: Learner) -> Iterator[Metrics]:
         metrics |= shaped_metrics(shaped.scores, config) | credit_metrics(shaped, credit)
         if not config.rescore:
             del metrics["sampling_mismatch"]  # the update measures it
-        metrics["kl_coef"] = iteration.kl_coef
+        metrics |= {"kl_coef": iteration.kl_coef} | sources.counts()
         learner.clock.lap("record")
         yield {**metrics, **outcome.update, **speed(metrics["tokens"], learner.clock.seconds)}
 
@@ -227,7 +229,7 @@ def run(config: Step3Config) -> None:
             config.eval_every, total, stage.done, unchanged=config.critic_warmup_iterations
         )
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
-        stage.run_loop(steps, total, ("score", "kl", "response_length"), watch)
+        stage.run_loop(steps, total, SHOWN, watch)
         show_samples(held_out.before, held_out.after, config.sample_rows)
         metrics = held_out.results()
         if best is not None and best.step:

@@ -22,7 +22,7 @@ from rlhf.evaluation.batch_generation import (
 from rlhf.evaluation.options import PairsConfig
 from rlhf.storage import disk
 from rlhf.text.messages import variable_columns
-from rlhf.text.prompt_file import format_prompt, read_prompts
+from rlhf.text.prompt_file import format_prompt, prompt_text, read_prompts
 from rlhf.types import Row
 
 CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
@@ -60,7 +60,7 @@ def run(options: PairsConfig) -> None:
     cure = CURES[dropped.most_common(1)[0][0]] if dropped else ""
     if not rows:
         raise UserError(f"--prompts {options.prompts}: no pair is left ({drop_counts}); {cure}, or add prompts")
-    samples = [tuple(_prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
+    samples = [tuple(prompt_text(value) for value in list(row.values())[:3]) for row in rows[: options.sample_rows]]
     console.show_table("pairs", tuple(rows[0])[:3], samples)
     if collectives.is_main():
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -160,7 +160,3 @@ def _labelled(pair: Pair, margin: bool) -> Tree:
     (low, worse), (high, better) = sorted(((side.score or 0.0, side) for side in pair.sides), key=lambda side: side[0])
     row = {"chosen": better.text, "rejected": worse.text, "score_chosen": high, "score_rejected": low}
     return row | ({"margin": high - low} if margin else {})
-
-
-def _prompt_text(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)

@@ -3,27 +3,31 @@
 The scores of a penalty are 0 or below, so that its weight is positive like that of any other source.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Any, Literal, Protocol
+from pathlib import Path, PurePath
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf import plugins
+from rlhf.config import Tree
 from rlhf.config.options import FrozenOptions
+from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.hub.short_names import resolve
 from rlhf.maths.credit import EPSILON
 from rlhf.models.load import load_config
 from rlhf.models.scalar import ScalarModel, read_head
+from rlhf.storage import disk
 from rlhf.storage.manifests import resolve_model_path
 from rlhf.text.dialogues import Template
-from rlhf.types import Row, SampledRollout, Samples
+from rlhf.types import Metrics, Row, SampledRollout, Samples
 
 Combine = Literal["sum", "min", "uncertain", "normalized"]
 
@@ -33,8 +37,19 @@ UNCERTAINTY_COEF = 0.1
 NO_SCORE = -math.inf
 """of a response to which a source does not apply; a score that is not finite is NaN or above 0"""
 
+ANSWERS = "answers"
+"""the folder of answers that a run has paid for"""
+REQUESTS, TOKENS, CACHED, UNREAD = "requests", "request_tokens", "cached_answers", "unread_answers"
+"""counts of a source: requests that were answered, tokens of these and their answers, answers that the folder had, and
+those that could not be read"""
+
 REFERENCE = "reference"
 """The column of the response in the data, for reward functions."""
+
+
+Compare = Callable[[Sequence[Row], Sequence[str], Sequence[str]], Tensor]
+"""Verdicts [B, 2] on the rows' first responses and their second ones: 1 if the second is better, 0 if the first is, 0.5
+for a tie, `NO_SCORE` where there is none; with the first response before the second, and in the other order."""
 
 
 class Source(Protocol):
@@ -42,7 +57,9 @@ class Source(Protocol):
 
     def __call__(self, samples: Samples, /) -> Tensor:
         """One score for each of the B responses, [B]; higher is better; `NO_SCORE` where the source does not apply.
-        `columns_of(samples)`: columns of the data."""
+        `columns_of(samples)`: columns of the data.
+
+        A source that costs requests has a method `counts`, a judge of pairs `compare`: see `Opened`."""
 
 
 class Function(Protocol):
@@ -71,6 +88,8 @@ class Context:
     """sharding and offloading of learned reward models"""
     loaded: Mapping[str, ScalarModel] = field(default_factory=dict)
     """reward models by path that are in memory already: adapters on the actor's base model"""
+    answers: Path | None = None
+    """folder for answers that are paid for; None: nothing stays"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +143,11 @@ class Sources:
         scores = combine(weighted_scores.masked_fill(without, neutral), 0)
         return scores.masked_fill(without.all(0), NO_SCORE), by_name
 
+    def counts(self) -> Metrics:
+        """What the sources have done since the last call, over all ranks: requests, tokens."""
+        counters = (getattr(each.source, "counts", None) for each in self.sources)
+        return added_up([count() for count in counters if count is not None])
+
     def normalized(self, source_scores: Tensor, group: int) -> Tensor:
         """The sum over the sources of their scores relative to the group's, [B]: a source whose scores differ more
         counts no more than the others.
@@ -154,24 +178,77 @@ class Sources:
         return (weights * (source_scores - offsets))[:, weights != 0].std(1, correction=0)
 
 
-def open_source(spec: str, context: Context) -> Source:
+class Opened:
+    """A score source under the name that the user wrote, with a check of what it returns."""
+
+    def __init__(self, spec: str, source: Source, has_gaps: bool, finite: bool = False) -> None:
+        """has_gaps: whether -inf of it is `NO_SCORE`; of a model it is an overflow"""
+        self.spec, self._source, self.has_gaps, self._finite = spec, source, has_gaps, finite
+        self.compare: Compare | None = getattr(source, "compare", None)
+        """of a judge of pairs, which scores no response alone"""
+        self.counts: Callable[[], Metrics] | None = getattr(source, "counts", None)
+        """what it has done since the last call, on this rank: requests, tokens"""
+
+    def __call__(self, samples: Samples) -> Tensor:
+        in_file, source = self.spec.split(",")[0].endswith(".py"), self._source
+        scores = plugins.call(self.spec, "score", source, samples) if in_file else source(samples)
+        if not isinstance(scores, Tensor):
+            raise UserError(f"reward '{self.spec}': got {type(scores).__name__}, expected a tensor of scores, [B]")
+        if scores.shape != (len(samples.responses),):
+            raise UserError(
+                f"reward '{self.spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]"
+            )
+        if not self.has_gaps:
+            scores = scores.masked_fill(scores == NO_SCORE, math.nan)
+        if self._finite:
+            require_finite(scores, samples, self.spec)
+        return scores
+
+    def scoring(self) -> Self:
+        """The source itself. Raises: UserError for a judge of pairs."""
+        if self.compare is not None:
+            raise UserError(
+                f"reward '{self.spec}': it compares two responses, expected a score of one; remove task=compare, or "
+                "name it as --judge or for rlhf pairs"
+            )
+        return self
+
+
+def open_source(spec: str, context: Context) -> Opened:
     """A score source by name, `name,option=value`, the user's `file.py,option=value` with `Config` and `build`, or the
     Python function `file.py:function` / `module:function`.
 
     Its scores are checked: a score that is not finite is a UserError that names the response.
     """
-    source = open_unchecked(spec, context)
-
-    def score(samples: Samples) -> Tensor:
-        scores = source(samples)
-        require_finite(scores, samples, spec)
-        return scores
-
-    return score
+    return _open(spec, context, finite=True).scoring()
 
 
-def open_unchecked(spec: str, context: Context) -> Source:
-    """A score source as of `open_source`, whose scores may be non-finite."""
+def open_unchecked(spec: str, context: Context) -> Opened:
+    """A score source as of `open_source`, whose scores may be non-finite, or a judge of pairs."""
+    return _open(spec, context, finite=False)
+
+
+def answer_rows(folder: Path) -> Iterator[Tree]:
+    """The answers of all ranks in a folder; one that a kill has cut is left out."""
+    return (row for path in sorted(folder.glob("*.jsonl")) for row in disk.json_lines(path))
+
+
+def cost(folder: Path) -> tuple[int, int]:
+    """(requests, tokens of these and their answers) of all answers in a folder."""
+    tokens = [int(row["tokens"]) for row in answer_rows(folder)]
+    return len(tokens), sum(tokens)
+
+
+def added_up(counts: Sequence[Metrics]) -> Metrics:
+    """The sums of some counts, over all ranks. Ranks have the same sources, so all of them ask or none."""
+    of_ranks = collectives.gather_replicas(list(counts)) if counts else []
+    total = Counter[str]()
+    for each in itertools.chain.from_iterable(of_ranks):
+        total.update(each)
+    return dict(total)
+
+
+def _open(spec: str, context: Context, finite: bool) -> Opened:
     plugin = _plugin(spec)
     name = spec.split(",")[0]
     if "/" in name and plugin is spec and not name.endswith(".py"):
@@ -180,26 +257,18 @@ def open_unchecked(spec: str, context: Context) -> Source:
             f"classifier,model={name} for another classifier"
         )
     built: Source = plugins.build("rlhf.rewards", plugin, context)
-    is_code = plugins.parse_spec(plugin)[0].endswith((".py", "python"))
-    source = plugins.conforming(built, Source, spec)
-
-    def score(samples: Samples) -> Tensor:
-        scores = plugins.call(spec, "score", source, samples) if name.endswith(".py") else source(samples)
-        if not isinstance(scores, Tensor):
-            raise UserError(f"reward '{spec}': got {type(scores).__name__}, expected a tensor of scores, [B]")
-        if scores.shape != (len(samples.responses),):
-            raise UserError(f"reward '{spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]")
-        # Of a model, -inf is an overflow; only a user's code says that it has no score.
-        return scores if is_code else scores.masked_fill(scores == NO_SCORE, math.nan)
-
-    return score
+    has_gaps = plugins.parse_spec(plugin)[0].endswith((".py", "python", "openai"))
+    return Opened(spec, plugins.conforming(built, Source, spec), has_gaps, finite)
 
 
-def check_source(spec: str, context: Context) -> None:
-    """Raises: UserError for a source that cannot be opened. Of a reward model only the head is read."""
+def check_source(spec: str, context: Context, scores: bool = True) -> None:
+    """Raises: UserError for a source that cannot be opened, or that `scores` no single response and must. Of a reward
+    model only the head is read."""
     name, options = plugins.parse_spec(spec)
     if name != "learned":
-        open_unchecked(spec, context)
+        source = open_unchecked(spec, context)
+        if scores:
+            source.scoring()
         return
     plugins.options("rlhf.rewards", spec)
     if options.get("model"):
@@ -238,7 +307,7 @@ def open_sources(
     specs_with_weights = [plugins.split_weight(spec) for spec in specs]
     names = _numbered([_source_name(spec) for _, spec in specs_with_weights])
     sources = [
-        WeightedSource(name, weight, open_unchecked(spec, context), _offset(spec, context, combine))
+        WeightedSource(name, weight, open_unchecked(spec, context).scoring(), _offset(spec, context, combine))
         for name, (weight, spec) in zip(names, specs_with_weights, strict=True)
     ]
     return Sources(tuple(sources), combine, uncertainty_coef)

@@ -59,6 +59,11 @@ def format_prompt(prompt: Sequence[Message]) -> str | list[Tree]:
     return [{"role": message.role, "content": message.content, **message.keys} for message in prompt]
 
 
+def prompt_text(prompt: str | list[Tree]) -> str:
+    """A value of `format_prompt` as text; the messages of a dialogue begin with their roles."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
 def _decode(line: bytes, location: str) -> str:
     try:
         return line.decode().removesuffix("\r")

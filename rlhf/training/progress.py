@@ -142,12 +142,13 @@ def _require_same_options(
 def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]:
     """A digest of each local file and model of the user that `options` name, by its path, except data and stages.
 
-    Python files, those of a `module:function` too, and chat templates; models in `inputs` that no stage made; models of
-    score sources (`learned,model=M`), of a stage or not. What such a file imports is not compared.
+    Python files, those of a `module:function` too; the chat template, questions to a judge; models in `inputs` that no
+    stage made; models of score sources (`learned,model=M`), of a stage or not. What a file imports is not compared.
     """
     words = set(re.split(r"[\s\"\[\]{},:=*]+", json.dumps(options.model_dump(mode="json"), ensure_ascii=False)))
-    template = getattr(options, "chat_template", None)
     sources = [*(getattr(options, "reward", None) or ()), *filter(None, [getattr(options, "judge", None)])]
+    texts = {str(plugins.parse_spec(plugins.split_weight(source)[1])[1].get("prompt")) for source in sources}
+    texts.add(str(getattr(options, "chat_template", None)))
     functions = [plugins.function_of(plugins.split_weight(source)[1]) for source in sources]
     modules = [name for name, function in functions if function and not name.endswith(".py")]
     digests = {name: str(manifests.digest(file)["sha256"]) for name in modules if (file := plugins.module_file(name))}
@@ -156,7 +157,7 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
         path = Path(word)
         if not path.exists() or (word in models and manifests.stage_of(word) is not None):
             continue  # the manifest of that stage is compared
-        if path.is_file() and (path.suffix == ".py" or word == template):
+        if path.is_file() and (path.suffix == ".py" or word in texts):
             digests[word] = str(manifests.digest(path)["sha256"])
         elif (path / "config.json").is_file():
             digests[word] = _digest_of_model(path)

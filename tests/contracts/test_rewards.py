@@ -12,10 +12,11 @@ from rlhf import plugins, rewards
 from rlhf.errors import UserError
 from rlhf.types import Message, Samples
 from tests.rlhf.rewards.responses import context, other_tokenizer, padded, reward_model, rollout, samples
-from tests.support import tiny
+from tests.support import judges, tiny
 
 SOURCES = [*plugins.names("rlhf.rewards"), "learned (other tokenizer)"]
 OPTIONS = {"length": ",target=3,penalty=0.5", "repetition": ",n=2", "classifier": ",model={folder},label=1"}
+OPTIONS["openai"] = ",base_url={judge},model=m"
 CONSTANT = ("vader",)
 """What has nothing to say of made-up words."""
 PACKAGES = {"vader": "vaderSentiment"}
@@ -35,7 +36,8 @@ def opened(source: str, folder: Path, micro_batch_size: int = 2) -> rewards.Sour
     if source == "classifier":
         reward_model(folder, tiny.tokenizer(), labels=3, pad_token_id=tiny.PAD)
     name = source.split()[0]
-    return rewards.open_source(name + OPTIONS.get(name, "").format(folder=folder), context(folder, micro_batch_size))
+    options = OPTIONS.get(name, "").format(folder=folder, judge=judges.always())
+    return rewards.open_source(name + options, context(folder, micro_batch_size))
 
 
 each = pytest.mark.parametrize("source", SOURCES)

@@ -44,7 +44,8 @@ PPO: dict[str, Any] = {
 }
 UNLIKE = {"save_every", "keep", "total_episodes"}
 """options of the runs below that differ without a difference in what they make"""
-CLOCKS = ("seconds", "forward_seconds", "tokens_per_second", "peak_memory")
+CLOCKS = ("seconds", "forward_seconds", "tokens_per_second", "peak_memory", "request", "cached_answers")
+"""metrics that say what a process did, not what it made"""
 
 
 class Killed(BaseException):
@@ -113,6 +114,8 @@ def left(stage: Path) -> dict[str, Any]:
         elif name == "config.yaml":
             lines = path.read_text(encoding="utf-8").splitlines()
             files[name] = [line for line in lines if line.split(":")[0] not in UNLIKE]
+        elif path.parent.name == "answers":  # in the order in which they came
+            files[name] = sorted(path.read_bytes().splitlines())
         else:
             files[name] = path.read_bytes()
     return files
