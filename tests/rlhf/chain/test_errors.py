@@ -22,6 +22,7 @@ from rlhf.chain.options import chain_config, typed_names
 from rlhf.config import option_names, options, parser
 from rlhf.hub import offline
 from rlhf.launch import launcher
+from rlhf.launch.supervisor import ExitStatus
 from rlhf.storage import manifests
 from rlhf.training import stage_process
 from rlhf.training.record import Recorder
@@ -31,8 +32,8 @@ from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
 from step3_ppo.algorithms import ppo as ppo_algorithm
 from step3_ppo.warnings import RULES
-from tests.support import forked, forked_ranks
-from tests.support.programs import without_status
+from tests.support import forked_ranks
+from tests.support.programs import runner, without_status
 
 ROOT = Path(train.__file__).parents[2]
 DEMO = ["--max-length", "48", "--max-prompt-length", "24", "--data-path", "demo,rows=2000"]
@@ -225,25 +226,25 @@ def unfinished(tmp_path: Path) -> bool:
     return not list(out.rglob("manifest.json")) and not (out / "step2_reward").exists()
 
 
-def test_a_crash_names_the_stage_and_starts_no_later_one(tmp_path: Path) -> None:
-    source = tmp_path / "source.py"
-    source.write_text(
-        "import os\nfrom data.sources.demo import *\nbuild_demo = build\n"
-        "class Crash:\n    def __init__(self, demo): self.demo = demo\n"
-        "    def rows(self, phase):\n"
-        f"        if '{launcher.LAUNCHER}' in os.environ: os._exit(7)\n"
-        "        yield from self.demo.rows(phase)\n"
-        "def build(config, path): return Crash(build_demo(config, path))\n"
-    )
-    options = ["--output-dir", f"{tmp_path}/out", "--max-eval-rows", "8", "--data-path", f"{source},rows=2000"]
-    done = forked.python("train.py", *options, cwd=ROOT)
-    assert done.returncode == 7
-    command, last = done.stderr.splitlines()[-2:]
+def test_a_crash_names_the_stage_and_starts_no_later_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def crash(module: str, words: list[str], target: object) -> ExitStatus:
+        started.append(module)
+        return ExitStatus(7, "rank 0: exit code 7", crashed=True)
+
+    monkeypatch.setattr(launcher, "run", crash)
+    options = ["--output-dir", f"{tmp_path}/out", "--max-eval-rows", "8", "--data-path", "demo,rows=2000"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *options])
+    code, _, error = runner("train.py", train.main, monkeypatch, capsys)(*options)
+    command, last = error.splitlines()[-2:]
+    assert (code, started) == (7, ["step1_sft"])
     assert last.startswith(
         "step1_sft did not finish: rank 0: exit code 7, before its first step; it starts from scratch"
     )
-    assert command.startswith("to resume: ")
-    assert command.endswith(f"train.py {' '.join(options)}")
+    assert command == f"to resume: python train.py {' '.join(options)}"
     assert unfinished(tmp_path)
 
 

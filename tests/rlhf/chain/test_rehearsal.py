@@ -1,8 +1,7 @@
 """`--rehearse`: the run in small, in which what fails late fails before the run has started."""
 
 import contextlib
-import subprocess
-import sys
+import importlib
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,15 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from rlhf.chain import command as train
 from rlhf.chain import rehearsal
+from rlhf.launch import launcher
 from rlhf.launch.supervisor import ExitStatus
 from rlhf.models.load import load_config
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo.algorithms import ppo, rloo
+from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 COMMON: Any = {"data_path": ("demo,rows=400",), "chat_template": "human_assistant", "max_prompt_length": 24}
@@ -107,16 +109,27 @@ def score(prompts, responses):
 """
 
 
-def test_a_fault_in_training_is_found_before_the_run(tmp_path: Path) -> None:
+def test_a_fault_in_training_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A user's reward with a score too few; test_rehearsed_faults.py has the other faults."""
+
+    def stage(module: str, words: list[str], target: object) -> ExitStatus:
+        try:
+            return ExitStatus(importlib.import_module(f"{module}.__main__").main(words))
+        except SystemExit as leaving:
+            return ExitStatus(int(str(leaving.code)))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "run", stage)
     (tmp_path / "mine.py").write_text(TOO_FEW)
     words = ["--ppo.algorithm", "rloo", "--ppo.reward", "mine.py:score", "--rehearse", "--output-dir", "out"]
     words += ["--steps", "3", "--ppo.actor-model", "demo-llama", "--data-path", "demo,rows=600", "--no-torch-compile"]
-    words += ["--ppo.batch-size", "16", "--ppo.total-episodes", "1024"]
-    command = [sys.executable, str(ROOT / "train.py"), "--config", str(ROOT / "configs/demo.yaml"), *words]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode != 0, ended.stdout
-    assert "rehearsal: step3_ppo failed" in ended.stdout and "now the run" not in ended.stdout
-    assert "held-out prompts" not in ended.stdout and "warning" not in ended.stdout, "of models with random weights"
-    assert "mine.py:score" in ended.stderr  # what a user must mend is shown
+    words += ["--ppo.batch-size", "16", "--ppo.total-episodes", "65536"]
+    run = programs.runner("train.py", train.main, monkeypatch, capsys)
+    code, output, error = run("--config", str(ROOT / "configs/demo.yaml"), *words)
+    assert code != 0, output
+    assert "rehearsal: step3_ppo failed" in output and "now the run" not in output
+    assert "held-out prompts" not in output and "warning" not in output, "of models with random weights"
+    assert "mine.py:score" in error  # what a user must mend is shown
     assert not (tmp_path / "out").exists(), "something is left of the rehearsal"

@@ -33,9 +33,10 @@ from tests.support import engine_runs, tiny
 from tests.support.plans import workload_of
 
 
-@pytest.fixture
-def model_path(tmp_path: Path) -> str:
-    return saved("llama", tmp_path)
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One path for all tests, so that each shape of its passes is traced once."""
+    return saved("llama", tmp_path_factory.mktemp("model"))
 
 
 def saved(family: str, folder: Path, **changes: Any) -> str:
