@@ -24,7 +24,7 @@ import yaml
 from rlhf import errors
 from rlhf.config import Tree, suggest, validate
 from rlhf.config.foreign_options import METHODS, plain
-from rlhf.config.plain_values import from_yaml
+from rlhf.config.yaml_files import from_yaml
 from rlhf.errors import UserError
 from rlhf.shipped import PACKAGES
 

@@ -4,6 +4,7 @@ The entry says where the rows are, in which format, and what their columns and r
 have LLaMA-Factory's defaults. A relative `file_name` is beside the dataset_info.json.
 """
 
+import json
 import os
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,6 @@ from data.read.table import Parsed, Table
 from data.sources.files import parse
 from rlhf.config import Config as Options
 from rlhf.config import suggest, validate
-from rlhf.config.plain_values import from_json
 from rlhf.errors import UserError
 from rlhf.text.messages import read_json, short_json
 from rlhf.types import Row
@@ -97,7 +97,7 @@ def read_entry(path: str) -> tuple[Entry, Path]:
     named = before.endswith(".json")
     file = Path(before if named else path).expanduser()
     try:
-        entries = from_json(file.read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}); expected a dataset_info.json of LLaMA-Factory"

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rlhf.config.plain_values import from_json
 from rlhf.config.record import Config, Tree
 from rlhf.errors import UserError
 
@@ -120,13 +119,11 @@ def _plain_words(words: list[str]) -> Iterator[str]:
 def read(path: str | Path) -> Tree:
     """The values of a DeepSpeed JSON by dotted key, without "auto" and sections that are off. Raises: UserError."""
     try:
-        tree = from_json(Path(path).read_text(encoding="utf-8"))
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--deepspeed-config {path}: cannot be read ({error.strerror}); expected a JSON file") from None
     except ValueError as error:
         raise UserError(f"--deepspeed-config {path}: not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"--deepspeed-config {path}: got a {type(tree).__name__}, expected a JSON object")
     return {key.replace("bfloat16.", "bf16."): value for key, value in _leaves(tree) if value != "auto"}
 
 

@@ -1,13 +1,13 @@
-"""One YAML file of options, plain values only, and no key twice. Torch-free."""
+"""YAML: plain values only, and no key twice; a file of options. Torch-free."""
 
 import copy
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from rlhf.config import plain_values
 from rlhf.config.record import Tree
 from rlhf.errors import UserError
 from rlhf.shipped import config_file
@@ -16,7 +16,25 @@ BASE_60, EXPONENT = re.compile(r"[-+]?\d+(:\d+)+(\.\d*)?"), re.compile(r"[-+]?(\
 """YAML 1.1 reads 2:4:4 as 7444 and 1e4 as text; YAML 1.2 reads text and 10000"""
 
 
-class _Loader(plain_values.PlainLoader):
+class PlainLoader(yaml.SafeLoader):
+    """Loads plain values only. A key that comes twice is an error; YAML would silently use the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in names:
+                raise yaml.MarkedYAMLError(problem=f"key '{key.value}' comes twice", problem_mark=key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def from_yaml(text: str) -> Any:
+    """The value. Raises: yaml.YAMLError, ValueError."""
+    return yaml.load(text, PlainLoader)
+
+
+class _Loader(PlainLoader):
     """Reads numbers as people and YAML 1.2 mean them."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
@@ -38,9 +56,7 @@ class _Loader(plain_values.PlainLoader):
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> object:
     """A chain reads each of its files several times, and PyYAML's parser is in Python."""
-    value = yaml.load(text, _Loader)
-    plain_values.require_small(value)
-    return value or {}
+    return yaml.load(text, _Loader) or {}
 
 
 def read_yaml(path: str | Path) -> Tree:

@@ -1,5 +1,6 @@
 """Untrusted model directories: what is refused before it is loaded, and which file causes a loading error."""
 
+import json
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from rlhf.config import Tree
-from rlhf.config.plain_values import from_json
 from rlhf.errors import UserError
 
 LOAD_ERRORS = (
@@ -43,9 +43,6 @@ def refuse_model(path: str) -> None:
     Raises: UserError naming the file.
     """
     folder = Path(path)
-    for file in folder.iterdir() if folder.is_dir() else ():
-        if file.exists() and not (file.is_file() or file.is_dir()):
-            raise UserError(f"model '{path}': {file.name}: got a pipe or a device, whose reading may never end")
     if (folder / ADAPTER).is_file() and not is_adapter(folder):
         raise UserError(f"model '{path}': got an adapter ({ADAPTER}), expected whole weights; {MERGE}")
     read_mappings(f"model '{path}'", folder, MODEL_FILES)
@@ -124,7 +121,7 @@ def read_mappings(what: str, folder: Path, names: Sequence[str]) -> dict[str, Tr
         if not path.is_file():
             continue
         try:
-            mappings[name] = from_json(path.read_text(encoding="utf-8"))
+            mappings[name] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:100]
             raise UserError(f"{what}: cannot be loaded: {name} is not a valid JSON file ({reason})") from None

@@ -107,12 +107,8 @@ def visible_devices(slots: Sequence[int], environment: Mapping[str, str] = os.en
 def local_processes(deployment_type: str, num_processes: int | None) -> int:
     """The number of processes on this machine.
 
-    Raises: UserError if there are not so many devices, or for several with single_gpu.
+    Raises: UserError if there are not so many devices.
     """
-    if deployment_type == "single_gpu" and (num_processes or 1) > 1:
-        raise UserError(
-            f"--num-processes {num_processes}: expected 1 with single_gpu; use --deployment-type single_node"
-        )
     all_devices = max(1, torch_gpus()) if deployment_type == "single_node" else 1
     require_devices("--num-processes", num_processes or all_devices)
     return num_processes or all_devices

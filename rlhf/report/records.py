@@ -1,5 +1,6 @@
 """A run as its files have it. Every file may be missing or cut short: an unfinished run has a report too."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import yaml
 
 from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
-from rlhf.config.plain_values import from_json, from_yaml
+from rlhf.config.yaml_files import from_yaml
 from rlhf.errors import UserError
 from rlhf.storage import disk, manifests
 
@@ -117,7 +118,7 @@ def read_stage(directory: Path, declaration: Declaration) -> StageRecord:
 def _json(path: Path) -> Tree | None:
     """The object in a file; None if there is none."""
     try:
-        value = from_json(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlhf.config import Tree
-from rlhf.config.plain_values import from_json
 from rlhf.errors import UserError
 from rlhf.text.rendering import MARK, Unrenderable, render
 from rlhf.text.templates import RESERVED, THOUGHT_KEYS, thought_form, words_of
@@ -143,7 +142,7 @@ def read_json(value: object, location: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return from_json(value)
+        return json.loads(value)
     except ValueError:
         raise UserError(f"{location}: got {short_json(value)}, expected JSON") from None
 

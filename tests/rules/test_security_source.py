@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf.config import plain_values
+from rlhf.config import yaml_files
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
@@ -59,7 +59,7 @@ def whole_name(node: ast.expr, known: dict[str, str]) -> str:
 
 def safe_loaders(module: ast.Module) -> set[str]:
     """Classes of the module that derive from YAML's safe loader."""
-    names = {"yaml.SafeLoader", "yaml.CSafeLoader", "plain_values.PlainLoader"}
+    names = {"yaml.SafeLoader", "yaml.CSafeLoader", "PlainLoader", "yaml_files.PlainLoader"}
     for node in ast.walk(module):
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in names for base in node.bases):
             names.add(node.name)
@@ -196,7 +196,7 @@ def test_no_template_environment_of_strangers_templates_renders_any() -> None:
 
 
 def test_the_yaml_loader_makes_plain_values() -> None:
-    assert issubclass(plain_values.PlainLoader, yaml.SafeLoader)
+    assert issubclass(yaml_files.PlainLoader, yaml.SafeLoader)
     for tag in ("!!python/object/apply:os.getcwd []", "!!python/name:os.system", "!!python/tuple [1]"):
         with pytest.raises(yaml.YAMLError):
-            yaml.load(f"x: {tag}", plain_values.PlainLoader)
+            yaml.load(f"x: {tag}", yaml_files.PlainLoader)
