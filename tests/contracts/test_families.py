@@ -18,10 +18,9 @@ from rlhf import adapters, generation
 from rlhf.config.options import EngineOptions, OptimizerOptions, SamplingOptions
 from rlhf.engine.export import save_policy, save_scalar
 from rlhf.engine.training import Engine
-from rlhf.errors import UserError
 from rlhf.maths import losses
 from rlhf.models import packing
-from rlhf.models.load import load_causal_lm, load_config, require_generating
+from rlhf.models.load import load_causal_lm, load_config
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import new_head, new_scalar_model, scores
 from rlhf.models.trunk import PolicyRole, ScalarRole, Trunk
@@ -135,13 +134,6 @@ def test_roles_on_one_trunk_do_not_see_each_other(family: str, tmp_path: Path) -
 
 
 WITHOUT_CLASSIFIER = {"lfm2", "granite", "cohere", "cohere2", "olmo2", "olmoe", "gpt_bigcode", "ernie4_5"}
-
-
-@pytest.mark.parametrize("family", sorted(families.RECURRENT))
-def test_a_recurrent_model_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="expected an attention model") as error:
-        require_generating(saved(family, tmp_path))
-    assert "\n" not in str(error.value)
 
 
 def cells() -> dict[str, tuple[str, ...]]:

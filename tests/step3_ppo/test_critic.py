@@ -162,11 +162,9 @@ def test_a_run_with_a_head_on_the_actor_leaves_both_models(
 @pytest.mark.parametrize(
     ("option", "family", "problem"),
     [
-        ("actor_model", "t5", r"got an encoder-decoder \(t5\), expected a causal language model"),
         ("reward_model", "bart", r"got an encoder-decoder \(bart\)"),
         ("reward", "bart", r"got an encoder-decoder \(bart\)"),
         ("actor_model", "mamba", "got a mamba, expected an attention model"),
-        ("actor_model", "rwkv", "got a rwkv, expected an attention model"),
         ("actor_model", "vit", "no causal language model of the type vit"),
     ],
 )

@@ -22,7 +22,6 @@ from rlhf.evaluation.batch_generation import policy_path
 from rlhf.launch.supervisor import NON_FINITE
 from rlhf.models.load import load_causal_lm
 from rlhf.models.scalar import load_scalar_model, score_separately
-from rlhf.storage import manifests
 from rlhf.text.encoder import id_count
 from rlhf.training import random_sources
 from step1_sft.config import SFTConfig
@@ -341,19 +340,6 @@ def test_a_judge_without_a_number_at_the_end_does_not_lose_the_run(
     assert (tmp_path / "out/step3_ppo/manifest.json").is_file()
     with pytest.raises(UserError, match="judge is not a finite number for 8 of 8 held-out responses"):
         stage.run(options(models, tmp_path / "no", "rloo", judge=f"{tmp_path}/early.py:score"))
-
-
-def test_an_option_that_an_earlier_run_did_not_know(models: Path, tmp_path: Path) -> None:
-    """It had its default then; a manifest written before the option was there is not finished with another value."""
-    stage.run(options(models, tmp_path, "rloo"))
-    path = tmp_path / "step3_ppo/manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    del manifest["config"]["ema_decay"]
-    manifest["sha256"] = manifests.content_digest(manifest)
-    path.write_text(json.dumps(manifest), encoding="utf-8")
-    stage.run(options(models, tmp_path, "rloo"))
-    with pytest.raises(UserError, match=r"ema_decay was None, now 0\.9"):
-        stage.run(options(models, tmp_path, "rloo", ema_decay=0.9))
 
 
 def test_nothing_of_an_earlier_run_is_left(models: Path, tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("body", "code"), [("", 0), ("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_exit_code_is_the_stages(program: str, body: str, code: int, processes: int) -> None:
-    assert launcher.run(program, [body], processes) == code
+def test_the_exit_code_is_the_stages(program: str, body: str, code: int) -> None:
+    """Of one process; of two: test_what_ended_it_is_named."""
+    assert launcher.run(program, [body], 1) == code
 
 
 def test_a_process_alone_has_no_rank_and_two_have_their_own(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf.config.options import EngineOptions, FrozenOptions
+from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, replicas
@@ -121,9 +121,3 @@ def test_a_plan_does_not_know_them(name: str) -> None:
     options = SFTConfig(model="opt-125m", **{name: 2})
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2: --plan and --zero-stage auto"):
         plan_stages({"sft": (options, bound(FINE_TUNING, options, {}))}, PlanOptions(devices=2, device="H100"), 1)
-
-
-def test_frozen_models_are_whole_beside_split_ones() -> None:
-    split = EngineOptions(zero_stage=3, tensor_parallel_size=2)
-    assert FrozenOptions().follow(split).zero_stage == 0
-    assert FrozenOptions().follow(split.model_copy(update={"tensor_parallel_size": 1})).zero_stage == 3

@@ -289,6 +289,8 @@ def test_an_option_of_a_later_version_is_no_difference(tmp_path: Path) -> None:
     del older["kl_coef"]
     make(tmp_path, config=older)
     assert state(tmp_path) == "finished"
+    with pytest.raises(UserError, match=r"kl_coef was 0\.1, now 0\.2"):  # it had its default then
+        state(tmp_path, kl_coef=0.2)
 
 
 def test_other_data_is_refused_by_name(tmp_path: Path) -> None:
