@@ -19,6 +19,7 @@ from data.config import DataOptions
 from data.prepare.encode import Recipe, divided, read_rows
 from data.prepare.mixture import Origin, origins_of_other_phases
 from data.prepare.owners import PromptOwners, unusable_reason
+from data.prepare.repetition import compare_sides
 from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
 from data.read.columns import first_user_text
 from data.read.records import Phase, Skipped
@@ -50,6 +51,9 @@ TABLE = [
     ("digest", "u8"),  # of the whole row
     ("prompt", "u8"),  # digest of the prompt, in ppo; else 0
     ("ranking", "u8"),  # digest of a pair's ranked list; 0 for other rows
+    ("pair", "u8"),  # hash of a pair's prompt and sides in either order, and
+    ("swapped", "?"),  # whether it has them in the other one; 0 for other rows
+    ("alike", "?"),  # whether the sides of a pair differ in case and white space alone
     ("origin", "u2"),  # its index
     ("held_out", "?"),  # whether the row is for evaluation
     ("undecided", "?"),  # whether the owner of the group depends on all its rows, and on
@@ -116,11 +120,14 @@ class GatheredRows:
     def count_dropped(self, rows: np.ndarray, reason: str) -> None:
         """Count the rows at these positions under `reason`, and note where the first ones are."""
         self.count(rows, reason)
-        rows, written = np.sort(rows), Dataset.from_file(str(self.file))
         for number, counts in enumerate(self.counts):
-            first = rows[self.table["origin"][rows] == number][:MAX_LOCATIONS]
-            for location in written.select(first)["location"]:
+            for location in self.locations(rows[self.table["origin"][rows] == number]):
                 counts.locate(reason, location)
+
+    def locations(self, rows: np.ndarray) -> list[str]:
+        """The file:line of the first of the rows at these positions."""
+        first = np.sort(rows)[:MAX_LOCATIONS]
+        return list(Dataset.from_file(str(self.file)).select(first)["location"])
 
 
 def gather(
@@ -198,8 +205,9 @@ class _Reader:
             text = row_to_json(row, phase)
             prompt = text_digest(repr(row.prompt), seed) if phase == "ppo" else 0
             ranking = text_digest(f"{number}\0{row.ranking}", seed) if row.ranking else 0
-            entry = (group, text_digest(text, seed), prompt, ranking, number, held_out, share == UNDECIDED, point)
-            yield text, row.location, entry
+            sides = compare_sides(row) if phase == "reward" else (0, False, False)
+            digests = (group, text_digest(text, seed), prompt, ranking, *sides)
+            yield text, row.location, (*digests, number, held_out, share == UNDECIDED, point)
             if missing is not None:
                 missing[held_out] -= 1
                 if max(missing.values()) <= 0:

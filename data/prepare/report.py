@@ -10,6 +10,7 @@ from data.config import DataOptions
 from data.prepare.encode import TOO_LONG
 from data.prepare.gather import OTHER_PHASE, GatheredRows
 from data.prepare.mixture import Origin, hub_id, licence
+from data.prepare.repetition import repetitions
 from data.prepare.split import OWN_GROUP, PHASES
 from data.prepare.store import read_items
 from data.read.records import Phase
@@ -60,6 +61,12 @@ def make_report(
             .astype(int)
             .tolist(),
         }
+    repeated = {reason: numbers[rows.usable[numbers]] for reason, numbers in repetitions(rows.table).items()}
+    report["repeated"] = {
+        reason: {"rows": len(numbers), "locations": rows.locations(numbers)}
+        for reason, numbers in repeated.items()
+        if len(numbers)
+    }
     report["sources"] = [
         {
             "data_path": origin.data_path,

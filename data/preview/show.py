@@ -121,7 +121,8 @@ class Screen:
         for table in (_length_table(lengths(train, recipe)), _outcome_table(opened), _source_table(opened)):
             self._print("")
             self._console.print(table)
-        for reason, shown in locations(opened.report).items():
+        repeated = {reason: counted["locations"] for reason, counted in opened.report["repeated"].items()}
+        for reason, shown in (locations(opened.report) | repeated).items():
             more = ", ..." if len(shown) > SHOWN_LOCATIONS else ""
             self._print(escape_control(f"{reason}: {', '.join(shown[:SHOWN_LOCATIONS])}{more}"))
         self._print("")
@@ -176,6 +177,8 @@ def _outcome_table(opened: PhaseData) -> Table:
     train = opened.report["train"]
     table.add_row("cut to length, of those to train on", f"{train['shortened']:,}", "")
     table.add_row("of these, part of the prompt lost", f"{train['prompts_shortened']:,}", "")
+    for reason, counted in opened.report["repeated"].items():
+        table.add_row(reason, f"{counted['rows']:,}", f"{counted['rows'] / read:.1%}")
     return table
 
 
