@@ -1,6 +1,7 @@
 """Errors that end a program, and the lines that they print. Torch-free."""
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -69,6 +70,7 @@ def run_as_user(main: Callable[[], int | None]) -> int:
         print(f"error: {error}", file=sys.stderr)
         if os.path.isfile(file := os.environ.get(MISTAKE_FILE, "")):  # on another host there is none
             Path(file).write_text(str(error), encoding="utf-8")
+        tell_torchrun(f"error: {error}")
         return 2
     except OSError as error:
         if system_error_line(error) is None:
@@ -78,6 +80,13 @@ def run_as_user(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def tell_torchrun(message: str) -> None:
+    """torchrun, if it has started this process, prints the message at the end of its own report."""
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(report).write_text(json.dumps({"message": details}), encoding="utf-8")
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:

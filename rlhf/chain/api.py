@@ -1,6 +1,6 @@
 """The programs as Python functions: `from rlhf import sft, reward, ppo, train`.
 
-A call writes its options to a file, runs `rlhf train --config FILE` in a process of its own, which starts the processes
+A call writes its options to a file, runs `rlhf ppo --config FILE` in a process of its own, which starts the processes
 of the stages, and returns when they have ended. So a call does what the command does: checks, checkpoints, several GPUs
 or hosts. The same call again resumes an interrupted run, and returns at once after a finished one. Importing this
 imports no torch.
@@ -24,12 +24,9 @@ from rlhf.chain.stages import STAGES
 from rlhf.config import Tree, parser
 from rlhf.config.secrets import refuse_secrets
 from rlhf.errors import MISTAKE_FILE, UserError
-from rlhf.launch.hosts import LaunchOptions
 from rlhf.launch.launcher import rank_environment
 
 DataPath = str | Path | Sequence[str | Path]
-TOP = {*LaunchOptions.model_fields, "deployment_type", "num_processes"}
-"""options of processes and hosts, which are not those of a stage"""
 
 
 class RunError(RuntimeError):
@@ -98,28 +95,25 @@ def train(*, actor_model: str, data_path: DataPath, output_dir: str | Path, **op
 
 
 def _stage(step: int, output_dir: str | Path, options: Mapping[str, object]) -> Result:
-    section = SECTIONS[step]
     plain = {name: _plain(value) for name, value in options.items()}
-    own = {name: value for name, value in plain.items() if name not in TOP}
-    top = {name: value for name, value in plain.items() if name in TOP}
-    return _run(section, Path(output_dir), {"steps": [step], **top, section: own}, step)
+    return _run(SECTIONS[step], Path(output_dir), plain, step)
 
 
-def _run(name: str, output_dir: Path, options: Tree, step: int) -> Result:
-    """Run the chain with these options to its end. Raises: UserError, RunError."""
+def _run(verb: str, output_dir: Path, options: Tree, step: int) -> Result:
+    """Run `rlhf VERB` with these options to its end. Raises: UserError, RunError."""
     if MISTAKE_FILE in os.environ:
         raise UserError(
-            f"rlhf.{name}: called by a file that a run has imported; put the call under `if __name__ == '__main__':`"
+            f"rlhf.{verb}: called by a file that a run has imported; put the call under `if __name__ == '__main__':`"
         )
     from rlhf.storage import disk, manifests
 
     refuse_secrets(options)
     directory = output_dir.expanduser().absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"call-{name}.yaml"
+    file = directory / f"call-{verb}.yaml"
     disk.write_text(file, parser.tree_to_yaml(options | {"output_dir": str(directory)}))
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as mistake:
-        code = _call([sys.executable, "-P", "-m", "rlhf", "train", "--config", str(file)], mistake.name)
+        code = _call([sys.executable, "-P", "-m", "rlhf", verb, "--config", str(file)], mistake.name)
         if code == 2:
             raise UserError(mistake.read() or "the lines above say why")
     if code != 0:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rlhf import console, streams
 from rlhf.chain.deployment import resolve_deployment
@@ -26,6 +26,7 @@ from rlhf.chain.options import (
     changed,
     help_config,
     overlay,
+    prefix,
     read,
     require_agreement,
     typed_names,
@@ -79,7 +80,8 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
                 require_merging(todo[1].adapter, f"{name}, which follows it,")
             stage.check(options, planned, processes, load_tokenizer)
         except UserError as error:
-            raise UserError(f"{name}: {console.as_typed(str(error), typed_names(SECTIONS[step], options))}") from None
+            where = "" if chain.ALONE else f"{name}: "
+            raise UserError(f"{where}{console.as_typed(str(error), typed_names(chain, SECTIONS[step]))}") from None
         todo[step] = options
         if step < 3:
             planned[name] = stage.roles(options, planned, load_tokenizer)[0]
@@ -98,6 +100,7 @@ def run_stage(
     from rlhf.storage import disk
 
     path = launcher.options_file(options.output_dir, STAGES[step].name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         disk.write_text(path, parser.to_yaml(options))
         return run(STAGES[step].name, ["--config", str(path)])
@@ -138,7 +141,9 @@ def manifest_version(stage: Path) -> tuple[int, int] | None:
     return None
 
 
-def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, StageOptions]) -> NoReturn:
+def exit_with_failure(
+    chain: ChainConfig, step: int, status: launcher.ExitStatus, todo: dict[int, StageOptions]
+) -> NoReturn:
     """End the chain with the exit code of a failed stage; print a summary unless the stage explained the failure.
 
     The report shows how far it came, unless a signal asks for the end: then the time may be short.
@@ -150,49 +155,57 @@ def exit_with_failure(step: int, status: launcher.ExitStatus, todo: dict[int, St
         console.say(write_at_end(str(directory)))
     if status not in supervisor.EXPLAINED:
         overwritten = {
-            SECTIONS[s]: Path(o.output_dir) / STAGES[s].name / "manifest.json" for s, o in todo.items() if o.overwrite
+            prefix(chain, SECTIONS[s]): directory / STAGES[s].name / "manifest.json"
+            for s, o in todo.items()
+            if o.overwrite
         }
-        summary = failure_summary(
-            Path(todo[step].output_dir) / STAGES[step].name, status, command_to_resume(overwritten)
-        )
+        summary = failure_summary(directory / STAGES[step].name, status, command_to_resume(overwritten))
         print(f"\n{summary}", file=sys.stderr)
     raise SystemExit(int(status) if status > 0 else 128 - status)
 
 
+class Command(NamedTuple):
+    """A command line that the chain runs."""
+
+    chain: ChainConfig
+    typed: list[str]
+    note: str = ""
+    """a line on where options come from that are not typed"""
+
+
+ReadCommand = Callable[[list[str], str], Command | None]
+"""(words, program) -> the command; None if only a text was asked for, which is printed"""
+
+
 def main(argv: Sequence[str] | None = None, program: str = "python train.py") -> int:
-    """Run the chain. If another launcher has started several processes, rank 0 runs it and the others follow."""
-    words = console.words(argv)
+    """Run the chain."""
+    return run(console.words(argv), program, read_command, typed_output_dir)
+
+
+def run(words: list[str], program: str, read: ReadCommand, output_dir: Callable[[list[str]], str]) -> int:
+    """Run a command line. If another launcher has started several processes, rank 0 runs it and the others follow.
+
+    output_dir: of the words, as every rank reads its own. Raises: UserError.
+    """
     rank_variables.adopt(os.environ)
     if rank_variables.world_size() == 1:
-        return run_chain(words, program)
+        return _run_and_say_next(read(words, program), program)
     from rlhf.launch import team
 
     if rank_variables.rank() > 0:
-        team.follow(partial(typed_output_dir, words), [stage.name for stage in STAGES.values()])
+        team.follow(partial(output_dir, words), [stage.name for stage in STAGES.values()])
     with team.lead() as ranks:
-        return run_chain(words, program, ranks)
+        return _run_and_say_next(read(words, program), program, ranks)
 
 
 def typed_output_dir(words: list[str]) -> str:
-    """The output directory of this process's command line, as the leader of all ranks reads its own. Raises:
-    UserError."""
+    """The output directory of this process's command line. Raises: UserError."""
     argv, _ = with_base(deepspeed_json.plain_words(words))
     return os.path.expanduser(parser.peek(argv, "output-dir", str(ChainConfig.model_fields["output_dir"].default)))
 
 
-def run_chain(words: list[str], program: str, ranks: Any = None) -> int:
-    """Run the command line, and print what comes next. ranks: the team of processes that this process leads, or
-    None."""
-    chain = _run(words, program, ranks)
-    if chain is not None:
-        from rlhf.chain.steps import next_step  # imported here because it imports torch
-
-        print(next_step(chain, program))
-    return 0
-
-
-def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
-    """Run the command line. Returns: the options of the chain, or None if only a text was asked for."""
+def read_command(words: list[str], program: str) -> Command | None:
+    """The chain of a command line. Raises: UserError."""
     typed = deepspeed_json.plain_words(words)
     argv, note = with_base(typed)
     over = max(int(argv != typed), shipped_runs(argv))
@@ -212,6 +225,22 @@ def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")
         return None
+    return Command(chain, typed, note)
+
+
+def _run_and_say_next(command: Command | None, program: str, ranks: Any = None) -> int:
+    """ranks: the team of processes that this process leads, or None"""
+    chain = _run(command, program, ranks) if command is not None else None
+    if chain is not None:
+        from rlhf.chain.steps import next_step  # imported here because it imports torch
+
+        print(next_step(chain, program))
+    return 0
+
+
+def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
+    """Returns: the options with which the chain ran, or None after a plan."""
+    chain = command.chain
     with stage_process.fast_imports():
         console.quiet_libraries()
         from rlhf.chain import planning  # imported here because it imports torch
@@ -221,37 +250,40 @@ def _run(words: list[str], program: str, ranks: Any) -> ChainConfig | None:
             processes = 1 if chain.devices else resolve_deployment(chain).processes
         except UserError as error:
             raise UserError(f"{error}; to plan for another machine, --devices N --device KIND in its place") from None
-        print(planning.forecast(chain, processes, program, typed))
+        print(planning.forecast(chain, processes, program, command.typed))
         return None
     from rlhf.storage import manifests
 
     manifests.require_writable(chain.output_dir)
     console.status("checking options, models and data")
-    with stage_process.requeue_on_signal(), manifests.locked(Path(chain.output_dir)):
-        sweep(Path(chain.output_dir))
+    with stage_process.requeue_on_signal(), contextlib.ExitStack() as stack:
+        if not chain.ALONE:  # which locks its own directory only: other stages may run beside it
+            stack.enter_context(manifests.locked(Path(chain.output_dir)))
+            sweep(Path(chain.output_dir))
         deployment = resolve_deployment(chain)
         chain = planning.resolve_zero_stages(chain, deployment.processes)
         todo = plan(chain, deployment.processes)
         if todo:
-            print(note, end="", flush=True)
+            print(command.note, end="", flush=True)
             if chain.rehearse:
                 from rlhf.chain.rehearsal import rehearse
 
                 once = replace(deployment, options=deployment.options.model_copy(update={"max_restarts": 0}))
-                rehearse(todo, deployment.processes, partial(run_all, deployment=once, ranks=ranks))
+                rehearse(todo, deployment.processes, partial(run_all, chain, deployment=once, ranks=ranks))
             save(chain)
-            failed = run_all(todo, deployment, ranks)
+            failed = run_all(chain, todo, deployment, ranks)
             if failed is not None:
-                exit_with_failure(*failed, todo)
+                exit_with_failure(chain, *failed, todo)
     from rlhf.chain import report
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
-        console.say(report.write_at_end(chain.output_dir))
+        judged = [STAGES[step] for step in (chain.steps if chain.ALONE and chain.steps else STAGES)]
+        console.say(report.write_at_end(chain.output_dir, judged))
     return chain
 
 
 def run_all(
-    todo: dict[int, StageOptions], deployment: Deployment, ranks: Any
+    chain: ChainConfig, todo: dict[int, StageOptions], deployment: Deployment, ranks: Any
 ) -> tuple[int, launcher.ExitStatus] | None:
     """Run the stages in order. Returns the first step that fails and its exit status, or None if all finish."""
     with contextlib.ExitStack() as stack:
@@ -263,7 +295,7 @@ def run_all(
         one_host = partial(launcher.run, target=deployment)
         run = one_host if ranks is None else partial(ranks.run, options=deployment.options)
         for step, options in todo.items():
-            with console.option_names(typed_names(SECTIONS[step], options)):
+            with console.option_names(typed_names(chain, SECTIONS[step])):
                 status = run_with_restarts(step, options, run, deployment.options.max_restarts)
             if status != 0:
                 return step, status
@@ -271,7 +303,10 @@ def run_all(
 
 
 def save(chain: ChainConfig) -> None:
-    """Write all options to config.yaml in the output directory, for --config; without the one-time ones."""
+    """Write all options to config.yaml in the output directory, for --config; without the one-time ones. A stage alone
+    has its own file, and leaves that of a chain as it is."""
+    if chain.ALONE:
+        return
     from rlhf.storage import disk
 
     disk.write_text(Path(chain.output_dir) / "config.yaml", parser.to_yaml(without_one_time_options(chain)))

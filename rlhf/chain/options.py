@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 
@@ -44,26 +44,34 @@ SHARED = (DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions)
 """Options at the top that every stage has too; by default a section takes their values."""
 
 
-class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions, LaunchOptions, PlanOptions):
-    """All three stages. An option given here holds for every stage that does not set its own."""
+class ProcessOptions(LaunchOptions, PlanOptions):
+    """How the stages run: as which processes, where, and whether in small first or not at all."""
 
-    actor_model: ModelPath = "opt-1.3b"
-    """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
-    reward_model: ModelPath | None = None
-    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml; by default the
-    actor's"""
     deployment_type: Literal["auto", "single_gpu", "single_node", "multi_node"] = "auto"
     """single_gpu: one process, on the CPU where there is no GPU; single_node: one process per visible GPU;
     multi_node: the same on every host of --hostfile; under torchrun, deepspeed, accelerate or srun: the processes that
     they have started; auto: what --hostfile, --include, --num-gpus or --num-processes imply, else single_gpu"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
-    steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
-    """steps of the chain to run; by default step 3 and the steps that it needs. Models of other steps are read from the
-    output directory"""
     rehearse: bool = False
     """before the run, two steps of each stage with models of two layers, with everything that the run will write, in a
     folder that is removed: what would fail late fails within minutes"""
+
+
+class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions, ProcessOptions):
+    """All three stages. An option given here holds for every stage that does not set its own."""
+
+    ALONE: ClassVar[bool] = False
+    """whether the user has typed a stage by itself, with its options as they are there"""
+
+    actor_model: ModelPath = "opt-1.3b"
+    """pretrained model that becomes the policy: directory, hub id, short name or .yaml"""
+    reward_model: ModelPath | None = None
+    """pretrained model that becomes reward model and critic: directory, hub id, short name or .yaml; by default the
+    actor's"""
+    steps: tuple[Literal[1, 2, 3], ...] | None = Field(None, min_length=1)
+    """steps of the chain to run; by default step 3 and the steps that it needs. Models of other steps are read from the
+    output directory"""
     output_dir: OutputDir = "runs/rlhf"
     """directory of the run: step1_sft/, step2_reward/, step3_ppo/"""
     sft: SFTConfig = SFTConfig()
@@ -153,11 +161,18 @@ def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainC
     return chain.model_copy(update=sections | {"ppo": sections["ppo"].model_copy(update=named)})
 
 
-def typed_names(section: str, options: Config) -> dict[str, str]:
-    """The name on the chain's command line of each option of a section that has another one there."""
+def prefix(chain: ChainConfig, section: str) -> str:
+    """What the options of a stage begin with on the command line: `ppo.`, or nothing if the stage is alone."""
+    return "" if chain.ALONE else f"{section}."
+
+
+def typed_names(chain: ChainConfig, section: str) -> dict[str, str]:
+    """The name on the command line of each option of a section that has another one there."""
+    if chain.ALONE:
+        return {}
     top = shared_options(section)
     at_the_top = {*ChainConfig.model_fields} - {*SECTIONS.values()}
-    own = {name: f"{section}.{name}" for name in type(options).model_fields if name not in at_the_top}
+    own = {name: f"{section}.{name}" for name in type(getattr(chain, section)).model_fields if name not in at_the_top}
     return {name.replace("_", "-"): typed.replace("_", "-") for name, typed in (own | top).items() if typed != name}
 
 

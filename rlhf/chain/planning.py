@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf.chain.options import SECTIONS
+from rlhf.chain.options import SECTIONS, prefix
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
 from rlhf.plan.choose import as_flags
-from rlhf.plan.command import AUTO, WorkloadOf, format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.command import AUTO, StagePlan, WorkloadOf, format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.machine import NODE
 from rlhf.plan.sizes import local_tokenizer
@@ -27,7 +27,8 @@ def workloads(chain: Any, change: Callable[[Any], Any] = lambda options: options
     """
     steps, planned = chosen_steps(chain), dict[str, Role]()
     stages: dict[str, tuple[Any, WorkloadOf]] = {}
-    for step in range(1, max(steps) + 1):  # what earlier steps start from represents their models
+    # What earlier steps start from represents their models; of a stage alone no such options are known.
+    for step in steps if chain.ALONE else range(1, max(steps) + 1):
         stage, options = load(step), change(getattr(chain, SECTIONS[step]))
         if step not in steps:
             role = stage.named_roles(options)[0]
@@ -46,20 +47,26 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
     program, argv: the command as typed
     """
     stages = workloads(chain)
-    plans = plan_stages(stages, chain, processes)
+    plans = _plans(stages, chain, processes)
     text = format_plans(plans)
     for trunk in (False, True):
         if all(plan.proposal is not None for plan in plans):
             break
-        plans = plan_stages(workloads(chain, partial(_with_adapter, trunk=trunk)), chain, processes)
+        plans = _plans(workloads(chain, partial(_with_adapter, trunk=trunk)), chain, processes)
     named = zip(stages, plans, strict=True)
     proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
     if len(proposals) < len(plans):
         return text
     words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
     words += _deployment(chain, chain.devices or processes)
-    words += [as_flags(options, getattr(chain, section), f"{section}.") for section, options in proposals.items()]
+    words += [
+        as_flags(options, getattr(chain, section), prefix(chain, section)) for section, options in proposals.items()
+    ]
     return f"{text}\n\na command that fits:\n{' '.join(filter(None, words))}"
+
+
+def _plans(stages: dict[str, tuple[Any, WorkloadOf]], chain: Any, processes: int) -> list[StagePlan]:
+    return plan_stages({prefix(chain, section): stage for section, stage in stages.items()}, chain, processes)
 
 
 def _with_adapter(options: Any, trunk: bool) -> Any:

@@ -10,6 +10,7 @@ from pydantic import Field
 from rlhf import console
 from rlhf.chain.stages import STAGES
 from rlhf.config import Config, parser
+from rlhf.config.declaration import Declaration
 from rlhf.errors import UserError
 
 REPORT = "report.html"
@@ -52,9 +53,9 @@ def write(options: ReportConfig) -> Path:
     return output
 
 
-def write_at_end(output_dir: str) -> str:
-    """Write the report of a chain that has ended. Returns what to print: the verdict and the report's path, or a
-    warning with the reason."""
+def write_at_end(output_dir: str, judged: Sequence[Declaration] = tuple(STAGES.values())) -> str:
+    """Write the report of a chain that has ended. Returns what to print: the verdict on the last of the stages `judged`
+    and the report's path, or a warning with the reason."""
     from rlhf.report.records import read_runs  # here: they import torch
     from rlhf.report.verdict import judge
 
@@ -62,7 +63,7 @@ def write_at_end(output_dir: str) -> str:
         path = write(ReportConfig(runs=(output_dir,)))
     except UserError as error:
         return f"warning: {error}"
-    [run] = read_runs((output_dir,), [*STAGES.values()])
+    [run] = read_runs((output_dir,), judged)
     return f"\n{judge(run).sentence}\nreport: {path}"
 
 

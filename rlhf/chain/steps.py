@@ -5,9 +5,11 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 
+from data.config import DataOptions
 from rlhf.chain.options import ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.launch.failure_summary import on_every_host
+from rlhf.plan.choose import as_flags
 from rlhf.roles import inputs
 from rlhf.storage.manifests import MANIFEST, planned_start
 from step3_ppo.roles import named_roles
@@ -45,14 +47,30 @@ def describe_skipped(chain: ChainConfig) -> list[str]:
 
 
 def next_step(chain: ChainConfig, program: str) -> str:
-    """The next command of the user, or the path of the tuned policy. program: what was run, as `rlhf train`"""
+    """The next command of the user, and before it the path of a policy if there is one. program: what was run, as
+    `rlhf train`"""
+    rlhf = ["rlhf"] if program.startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
     done = [step for step, stage in STAGES.items() if (Path(chain.output_dir) / stage.name / MANIFEST).is_file()]
-    if 3 not in done:
+    if chain.steps == (2,) and chain.ALONE:
+        return "next: " + on_every_host([*rlhf, "ppo", *_data_of_step_3(chain, done)])
+    last = chain.steps[0] if chain.steps and chain.ALONE else 3
+    if last not in done:
         steps = [str(step) for step in needed(chain) if step not in done]
         typed = takewhile(lambda word: not word.startswith("--"), sys.orig_argv)
         return "next: " + on_every_host([*typed, "--steps", *steps, "--output-dir", chain.output_dir])
-    chat = ["rlhf"] if program.startswith("rlhf ") else [sys.orig_argv[0], "-m", "rlhf"]
+    stage = STAGES[last]
     return (
-        f"The tuned policy is {chain.output_dir}/step3_ppo/actor: AutoModelForCausalLM.from_pretrained loads it.\n"
-        f"next: {shlex.join([*chat, 'chat', chain.output_dir])}"
+        f"The {'tuned policy' if last == 3 else 'fine-tuned model'} is {chain.output_dir}/{stage.name}/"
+        f"{stage.models[0]}: AutoModelForCausalLM.from_pretrained loads it.\n"
+        f"next: {shlex.join([*rlhf, 'chat', chain.output_dir])}"
     )
+
+
+def _data_of_step_3(chain: ChainConfig, done: list[int]) -> list[str]:
+    """Options of step 3 after step 2 alone: the policy is that of step 1, if there is one, else what the reward model
+    started from."""
+    data = DataOptions(**{name: getattr(chain.reward, name) for name in DataOptions.model_fields})
+    if data.data_split == (0, 1, 0):
+        data = data.model_copy(update={"data_split": (0, 0, 1)})
+    policy = [] if 1 in done else ["--actor-model", chain.reward.model]
+    return [*policy, *shlex.split(as_flags(data, DataOptions())), "--output-dir", chain.output_dir]

@@ -12,8 +12,8 @@ Groups = Mapping[str, Sequence[str]]
 """options in the spelling of the command line, by the title of their group"""
 STAGE_GROUPS: Groups = {
     "data": ("data-path", "data-split", "chat-template", "max-train-rows", "max-prompt-length", "max-length"),
-    "the run": ("output-dir", "seed", "overwrite", "report-to", "save-minutes", "export-every"),
-    "machine": ("dtype", "zero-stage", "gradient-checkpointing", "micro-batch-size", "adapter"),
+    "the run": ("output-dir", "seed", "overwrite", "report-to", "rehearse"),
+    "machine": ("deployment-type", "dtype", "zero-stage", "micro-batch-size", "adapter", "plan"),
 }
 """options of every stage"""
 WIDTH, INDENT = 100, 28

@@ -65,10 +65,10 @@ def command_to_resume(overwritten: Mapping[str, Path]) -> str:
     """The user's command, without --overwrite for stages whose old result is already removed: it would start them from
     scratch.
 
-    overwritten: the manifest of each stage that --overwrite replaces, by the section of its options
+    overwritten: the manifest of each stage that --overwrite replaces, by what its options begin with, as `ppo.`
     """
     words = [word for word in sys.orig_argv if not re.match(r"--((\w+\.)?overwrite(=|$)|local[-_]rank=)", word)]
-    options = [f"--{section}.overwrite" for section, manifest in overwritten.items() if manifest.exists()]
+    options = [f"--{prefix}overwrite" for prefix, manifest in overwritten.items() if manifest.exists()]
     return on_every_host([*words, *options])
 
 

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from rlhf.config import Tree
+from rlhf.config import Config, Tree
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
 from rlhf.config.parser import changed
 from rlhf.engine.optimizers import require_whole
@@ -102,13 +102,13 @@ def _least_rows(candidate: EngineOptions) -> bool:
     return candidate.gradient_checkpointing and all((getattr(candidate, name, 1) or 1) == 1 for name in ROWS)
 
 
-def as_flags(options: EngineOptions, start: EngineOptions, section: str = "") -> str:
+def as_flags(options: Config, start: Config, prefix: str = "") -> str:
     """What differs from `start`, as options of the command line: `--zero-stage 3 --offload-optimizer`.
 
-    section: `ppo.`, for options of one stage in a chain
+    prefix: `ppo.`, for options of one stage in a chain
     """
     return shlex.join(
-        word for name, value in _leaves(changed(options, start)) for word in _words(f"{section}{name}", value)
+        word for name, value in _leaves(changed(options, start)) for word in _words(f"{prefix}{name}", value)
     )
 
 
@@ -121,7 +121,8 @@ def _words(name: str, value: object) -> list[str]:
     above, dot, option = name.replace("_", "-").rpartition(".")
     if isinstance(value, bool):
         return [f"--{above}{dot}{'' if value else 'no-'}{option}"]
-    return [f"--{above}{dot}{option}", f"{value:g}" if isinstance(value, float) else str(value)]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{above}{dot}{option}", *(f"{each:g}" if isinstance(each, float) else str(each) for each in values)]
 
 
 def shortfall_message(plan: Forecast) -> str:

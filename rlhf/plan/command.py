@@ -2,47 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf import console
 from rlhf.config.options import EngineOptions
-from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.plan.choose import CURE, C, as_flags, choose, shortfall_message
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.forecast import Forecast, ModelForecast, Workload, forecast, micro_batches
 from rlhf.plan.machine import Machine, describe_machine
-from rlhf.plan.sizes import local_tokenizer
 from rlhf.plan.zero import Bytes
-from rlhf.roles import FindTokenizer, Planned, Role
 
 AUTO = "auto"
 WorkloadOf = Callable[[Any, str], Workload]
 """The workload of a stage, from its options and the kind of device."""
 Stages = Mapping[str, tuple[EngineOptions, WorkloadOf]]
-"""options and workload of each stage, by its section of options"""
+"""options and workload of each stage, by what its options begin with on the command line: `ppo.`"""
 COLUMNS = ("weights", "gradients", "optimizer", "buffers", "activations", "KV cache", "gathered")
 CELL = 14
 """width of a column; a cell may say `99.9+99.9cpu`"""
-
-
-class PlannedStage(Protocol):
-    """What a plan asks of a stage."""
-
-    def roles(self, config: Any, planned: Planned, find: FindTokenizer, /) -> Sequence[Role]:
-        """Its models. planned: stages that run before it"""
-
-    def workload(self, table: Sequence[Role], config: Any, device: str, /) -> Workload:
-        """Its work with these models. config: perhaps with another setting than the table. device: cpu or cuda"""
-
-
-def bound(stage: PlannedStage, options: Any, planned: Planned) -> WorkloadOf:
-    """The workload of a stage with the models of its options. No model has to be on this machine.
-
-    Raises: UserError.
-    """
-    return partial(stage.workload, stage.roles(options, planned, local_tokenizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +38,17 @@ def plan_stages(stages: Stages, options: PlanOptions, processes: int) -> list[St
     """The plan of every stage. `processes`: the number that the run would start on this machine."""
     target = describe_machine(options, processes)
     return [
-        plan_stage(section, own_options, _checked(workload, target), target)
-        for section, (own_options, workload) in stages.items()
+        plan_stage(prefix, own_options, _checked(workload, target), target)
+        for prefix, (own_options, workload) in stages.items()
     ]
 
 
-def plan_stage(section: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
+def plan_stage(prefix: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
     """The forecast of a stage with its options, and the first setting that fits."""
     chosen, best = choose(options, workload, target)
     forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
     if best.fits:
-        flags = as_flags(chosen, options, f"{section}.") or "as it is"
+        flags = as_flags(chosen, options, prefix) or "as it is"
         line = f"  first setting that fits: {flags}"
     else:
         line = f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}"
@@ -97,13 +75,6 @@ def resolve_zero_stage(options: C, workload: WorkloadOf, plan_options: PlanOptio
         )
     console.say(f"{plan.workload.stage}: --zero-stage auto is {as_flags(chosen, options)}")
     return chosen
-
-
-def resolve_standalone(options: C, stage: PlannedStage) -> C:
-    """The same for a stage that is started without a chain; other options stay as they are."""
-    if options.zero_stage != AUTO:
-        return options
-    return resolve_zero_stage(options, bound(stage, options, {}), PlanOptions(), collectives.world_size())
 
 
 def _checked(workload: WorkloadOf, target: Machine) -> Callable[[EngineOptions], Workload]:

@@ -5,7 +5,6 @@ Importing this module must not import torch, so that `--help` and a mistyped opt
 
 import contextlib
 import gc
-import json
 import os
 import re
 import signal
@@ -19,10 +18,9 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rlhf import console, errors, private_folders, streams
-from rlhf.config import deepspeed_json, parser
+from rlhf.config import parser
 from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
-from rlhf.config.short_help import STAGE_GROUPS, short_help
 from rlhf.errors import UserError
 from rlhf.launch import rank_variables
 from rlhf.launch.launcher import LAUNCHER_GRACE, end_with_parent
@@ -76,28 +74,21 @@ def stage_main(
     stage: Declaration,
     options_of: Callable[[list[str]], type[C]],
     run: Callable[[C], object],
-    program: str = "",
 ) -> int:
-    """The command line of one stage: parse its options and run it. A user's mistake is one line and code 2.
+    """The process of one stage, with the options that the chain has checked: parse them and run it. A user's mistake is
+    one line and code 2.
 
-    options_of: command line -> class of the options; program: what the user typed before them, if not `python -m STAGE`
+    options_of: command line -> class of the options
     """
     streams.ignore_broken_streams()
-    program = program or f"python -m {stage.name}"
-    argv = deepspeed_json.plain_words(console.words(argv))
+    argv = console.words(argv)
     try:
         with requeue_on_signal(), _Patience():
             private_folders.use()
             rank_variables.adopt(os.environ)
             _end_with_launcher()
             console.loading(stage.name, argv)
-            if {"--help", "-h"} & {*argv}:
-                print(short_help(options_of(argv), program, stage.title, {**stage.help_groups, **STAGE_GROUPS}))
-                return 0
-            settings = parser.peek(argv, deepspeed_json.CONFIG, "")
-            overlay = parser.Overlay(deepspeed_json.options(settings, options_of(argv)), deepspeed_json.CONFIG)
-            options = parser.parse(options_of(argv), argv, program, stage.title, overlay, with_adapter_rates)
-            deepspeed_json.require_agreement(settings, options)
+            options = parser.parse(options_of(argv), argv, stage.name, stage.title)
             for setting in rank_variables.settings_of_accelerate(os.environ):
                 console.status(f"note: `accelerate launch` only starts the processes: {setting}")
             for name, value in CUBLAS.items() if options.deterministic else ():
@@ -162,10 +153,7 @@ def give_up(message: str, code: int) -> NoReturn:
         _wait_for_termination()
     if rank_variables.rank() == 0 or code not in ORDERLY:
         print(console.as_typed(message), file=sys.stderr, flush=True)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # torchrun prints this at the end of its own report
-        details = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
-        Path(report).write_text(json.dumps({"message": details}), encoding="utf-8")
+    errors.tell_torchrun(message)
     if rank_variables.world_size() > 1:
         sys.stdout.flush()
         os._exit(code)  # without leaving the process group, which can take long
@@ -198,8 +186,6 @@ def _end_with_launcher() -> None:
     period."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
-        if rank_variables.world_size() > 1:  # of torchrun, say, which is the parent
-            end_with_parent(os.getppid())
         return
     end_with_parent(int(launcher))
     grace_s = float(os.environ.get(LAUNCHER_GRACE, GRACE_S))

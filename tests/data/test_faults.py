@@ -140,7 +140,7 @@ def test_a_run_goes_on_and_accounts_for_every_row(
     Path("x.jsonl").write_text(many())
     Path("held_out.jsonl").write_text(lines(30).replace("the fox", "The FOX,"))
     monkeypatch.setattr(sys, "argv", [*argv, "x.jsonl"])
-    assert sft.main() == 0
+    assert sft.process() == 0
     message = "step1_sft: 4 rows to train on, 30 held out; dropped 30 prompt held out for evaluation, 25 malformed\n"
     assert message in capsys.readouterr().out
     folder = home / "out/step1_sft"
@@ -159,7 +159,7 @@ def test_a_run_goes_on_and_accounts_for_every_row(
     assert (folder / "bad_rows.txt").read_text() == "".join(bad)
     Path("mended.jsonl").write_text(lines(40).replace("the fox", "the fox is kind and calm and brave " * 5))
     monkeypatch.setattr(sys, "argv", [*argv, "mended.jsonl", "--truncate", "tokens"])
-    assert sft.main() == 0
+    assert sft.process() == 0
     assert not (folder / "bad_rows.txt").exists()
     message = (
         "4 of 4 training rows are cut to length: 4 lost part of the prompt (--max-length 48, --max-prompt-length 24)"

@@ -113,7 +113,7 @@ def test_a_training(
 ) -> None:
     words = shlex.split(command)
     stage = importlib.import_module(f"{words[2]}.__main__")
-    code, printed, reported = programs.runner(words[2], stage.main, monkeypatch, capsys)(*words[3:])
+    code, printed, reported = programs.runner(words[2], stage.process, monkeypatch, capsys)(*words[3:])
     assert code == 0, reported
     assert (CROSS_TEXT_ATTENTION in printed) == ("--objective text" in command)
     out = home / words[words.index("--output-dir") + 1] / words[2]

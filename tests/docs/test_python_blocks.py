@@ -95,6 +95,16 @@ def functions_of_other_libraries() -> None:
     assert scores.tolist() == [1, 0, rewards.NO_SCORE]
 
 
+def gsm8k() -> None:
+    rollout = responses.rollout()
+    rows = [replace(row, columns={"answer": "So 9 + 9.\n#### 1,018"}) for row in rollout.rows]
+    texts = ("#### $1,018", "1018", "#### 7\n#### 1018 eggs")
+    samples = replace(responses.samples(replace(rollout, rows=tuple(rows))), responses=texts, answers=texts)
+    for name, expected in (("correct", [1, 0, 1]), ("readable", [1, 0, 1])):
+        source = rewards.open_source(f"gsm8k_reward.py:{name}", responses.context(Path()))
+        assert source(samples).tolist() == expected
+
+
 def kind_or_rude() -> None:
     assert scored("judge.py", "kind and kind", "rude", "tall", "kind rude") == [2, -1, 0, 0]
 
@@ -140,7 +150,6 @@ def reinforce() -> None:
 def adapter() -> None:
     """It meets the contract of every adapter."""
     spec = "my_adapter.py"
-    adapter_contract.test_nothing_changes_before_the_first_step(spec, "llama")
     adapter_contract.test_merged_weights_say_what_wrapped_ones_do(spec, "qwen2")
     adapter_contract.test_with_the_adapter_off_it_is_the_reference(spec, "llama")
     adapter_contract.test_an_engine_trains_the_adapter_and_nothing_else(spec, 3)
@@ -149,7 +158,6 @@ def adapter() -> None:
 def adapter_of_peft() -> None:
     """It meets the contract of every adapter, and its scale is that of the paper."""
     spec = "my_rslora.py,r=4"
-    adapter_contract.test_nothing_changes_before_the_first_step(spec, "llama")
     adapter_contract.test_merged_weights_say_what_wrapped_ones_do(spec, "gpt2")
     adapter_contract.test_an_engine_trains_the_adapter_and_nothing_else(spec, 1)
     wrapped = adapter_contract.policy_engine(spec).module
@@ -216,6 +224,7 @@ CHECKS: dict[tuple[str, str], Callable[..., None]] = {
     ("rewards.md", "trl_reward.py"): functions_of_other_libraries,
     ("rewards.md", "verl_reward.py"): functions_of_other_libraries,
     ("rewards.md", "openrlhf_reward.py"): functions_of_other_libraries,
+    ("reasoning.md", "gsm8k_reward.py"): gsm8k,
     ("extending.md", "my_algorithm.py"): bounded_ppo,
     ("extending.md", "my_reinforce.py"): reinforce,
     ("extending.md", "my_adapter.py"): adapter,

@@ -18,7 +18,7 @@ from tests.rules import test_architecture as rules
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "docs/site/mkdocs.yml"
-BUILT = ("train", "rlhf.__main__")
+BUILT = ("train", "rlhf.__main__", *(f"{stage}.__main__" for stage in rules.STAGES))
 """doors that start rlhf.chain and rlhf.cli, and stand with them in the drawing"""
 
 pages = load_file(str(ROOT / "docs/site/pages.py"))

@@ -38,6 +38,8 @@ TWO = ("--max-train-rows", "16", "--num-train-epochs", "1")
 ITERATIONS = ("--total-episodes", "16", "--num-mini-batches", "2", "--num-ppo-epochs", "1", "--rollout-batch-size", "4",
               "--eval-samples", "4", "--response-length", "6")  # fmt: skip
 DEMO = ("--actor-model", "demo-llama", "--reward-model", "demo-llama")
+KILLED = ("--save-every", "1", "--max-restarts", "1")
+ALONE = (*DATA, *SHORT, *STEPS, *TWO, *KILLED)
 FIRST, SECOND = "learned,model=run/step2_reward", "learned,model=second/step2_reward"
 PROMPTS = ("--prompts", "prompts.txt", "--dtype", "fp32", "--reward", FIRST)
 CHAT = ("--seed", "1", "--response-length", "6", "--dtype", "fp32")
@@ -46,7 +48,7 @@ CHAT = ("--seed", "1", "--response-length", "6", "--dtype", "fp32")
 def chain(*words: str) -> list[str]:
     """A command with two steps of each stage."""
     return [
-        *("train", *DATA, *SHORT, "--save-every", "1", "--max-restarts", "1"),
+        *("train", *DATA, *SHORT, *KILLED),
         *(*_of_stage("sft", *STEPS, *TWO), *_of_stage("reward", *STEPS, *TWO), *_of_stage("ppo", *STEPS, *ITERATIONS)),
         *words,
     ]
@@ -58,7 +60,7 @@ def _of_stage(stage: str, *words: str) -> list[str]:
 
 COMMANDS: dict[str, list[list[str]]] = {
     "chain": [
-        ["reward", "--model", "demo-llama", *DATA, *SHORT, *STEPS, *TWO, "--seed", "2", "--output-dir", "second"],
+        ["reward", "--model", "demo-llama", *ALONE, "--seed", "2", "--output-dir", "second"],
         chain(*DEMO, "--output-dir", "run", "--ppo.reward", "learned", SECOND, "--ppo.reward-combine", "uncertain",
               "--ppo.ema-decay", "0.5", "--ppo.ptx-coef", "0.3", "--ppo.ptx-batch-size", "4"),
         ["verify", "run"],
@@ -71,7 +73,7 @@ COMMANDS: dict[str, list[list[str]]] = {
         ["export", "run", "--at", "0.5", "--merge", "between"],
     ],
     "trunk": [
-        ["sft", "--model", "demo-llama", *DATA, *SHORT, *STEPS, *TWO, "--output-dir", "base"],
+        ["sft", "--model", "demo-llama", *ALONE, "--output-dir", "base"],
         chain("--actor-model", "base/step1_sft", "--reward-model", "base/step1_sft", "--share-trunk", "--adapter",
               "lora", "--output-dir", "run"),
         ["verify", "run"],
@@ -104,7 +106,7 @@ class Stages:
         self._begun.add(words[1])
         try:
             with killed_at(2) if dies else contextlib.nullcontext():
-                return ExitStatus(importlib.import_module(f"{module}.__main__").main(words))
+                return ExitStatus(importlib.import_module(f"{module}.__main__").process(words))
         except Killed:
             return ExitStatus(1, "killed", crashed=True)
 

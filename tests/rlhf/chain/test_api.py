@@ -14,15 +14,19 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import rlhf
-from rlhf.chain import api
+from rlhf.chain import alone, api
 from rlhf.chain import command as chain
 from rlhf.config import parser
 from rlhf.errors import UserError
 from rlhf.evaluation.pairs import PairsConfig
 from rlhf.plugins import load_file, parse_spec
+from step1_sft.config import SFTConfig
+from step2_reward.config import RewardConfig
+from step3_ppo.__main__ import options_of_the_algorithm
 from tests.docs.test_python_blocks import PAGES, blocks
 
 Calls = list[Any]
+STAGES = {"sft": (1, lambda _: SFTConfig), "reward": (2, lambda _: RewardConfig), "ppo": (3, options_of_the_algorithm)}
 
 
 def score(prompts: list[str], responses: list[str]) -> list[float]:
@@ -35,9 +39,15 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
     recorded: Calls = []
 
     def run(command: list[str], mistake: str) -> int:
-        assert command[1:-1] == ["-P", "-m", "rlhf", "train", "--config"]
-        argv = command[5:]
-        options = chain.read(argv)
+        assert command[1:4] == ["-P", "-m", "rlhf"] and command[5:-1] == ["--config"]
+        verb, argv = command[4], command[5:]
+        if verb == "train":
+            options = chain.read(argv)
+        else:
+            step, options_of = STAGES[verb]
+            read = alone.read_command(step, options_of, argv, verb)
+            assert read is not None
+            options = read.chain
         recorded.append(options)
         for step in options.steps or (3,):
             folder = Path(options.output_dir) / chain.STAGES[step].name
@@ -105,7 +115,7 @@ def test_values_of_python_that_a_command_line_does_not_have(calls: Calls, tmp_pa
 
 
 def test_a_secret_is_refused_before_anything_is_written(calls: Calls, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--sft\.data-path: got what looks like a token or a password"):
+    with pytest.raises(UserError, match=r"--data-path: got what looks like a token or a password"):
         rlhf.sft(model="a", data_path="https://me:pass1234@host/x.jsonl", output_dir="out")
     assert not calls and list(tmp_path.rglob("*.yaml")) == []
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from rlhf import console, errors
 from rlhf.chain import command as train
-from rlhf.chain.options import chain_config, typed_names
+from rlhf.chain.options import ChainConfig, chain_config, typed_names
 from rlhf.config import option_names, options, parser
 from rlhf.hub import offline
 from rlhf.launch import launcher
@@ -27,7 +27,6 @@ from rlhf.storage import manifests
 from rlhf.training import stage_process
 from rlhf.training.record import Recorder
 from step1_sft import __main__ as sft
-from step1_sft.config import SFTConfig
 from step2_reward import __main__ as reward
 from step3_ppo import __main__ as ppo
 from step3_ppo.algorithms import ppo as ppo_algorithm
@@ -262,8 +261,8 @@ def test_a_stage_in_a_chain_says_its_options_as_they_are_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a line, in a warning and its file, and in its last error."""
-    config = ppo_algorithm.Config()
-    names, recorder = typed_names("ppo", config), Recorder(tmp_path)
+    chain = ChainConfig(ppo=ppo_algorithm.Config())
+    names, recorder = typed_names(chain, "ppo"), Recorder(tmp_path)
     typed = {*option_names(chain_config([]))}
     for rule in RULES:
         with console.option_names(names):
@@ -271,7 +270,7 @@ def test_a_stage_in_a_chain_says_its_options_as_they_are_typed(
         assert {*re.findall(r"--([\w.-]+\w)", capsys.readouterr().out)} <= typed
     recorder.close()
     assert "raise --ppo.kl-coef" in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
-    with console.option_names(names | typed_names("sft", SFTConfig())):
+    with console.option_names(names | typed_names(chain, "sft")):
         console.say("--model, --max-length, --kl-coefficient, x--kl-coef and --kl-coef 1")
         with pytest.raises(SystemExit):
             stage_process.give_up("error: --kl-coef", 2)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rlhf.chain import command as train
+from rlhf.chain.options import ChainConfig
 from rlhf.launch.supervisor import ExitStatus
 from rlhf.storage import disk
 from step1_sft.config import SFTConfig
@@ -80,7 +81,7 @@ def test_a_stage_that_ends_without_its_manifest_has_failed(
     ended = train.run_with_restarts(1, options, lambda *_: ExitStatus(0), 1)
     assert capsys.readouterr().err.endswith("; restart 1 of 1\n")
     with pytest.raises(SystemExit) as leaving:
-        train.exit_with_failure(1, ended, {1: options})
+        train.exit_with_failure(ChainConfig(), 1, ended, {1: options})
     assert leaving.value.code == 1
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (

@@ -45,19 +45,20 @@ def test_nothing_was_done_yet(tmp_path: Path) -> None:
     ("typed", "sections", "again"),
     [
         (["--data-path", "a b"], {}, ["--data-path", "'a b'"]),
-        (["--overwrite", "--seed", "1"], {"sft": False, "ppo": True}, ["--seed", "1", "--ppo.overwrite"]),
-        (["--sft.overwrite=True"], {"sft": False}, []),
-        (["--overwrite"], {"sft": True}, ["--sft.overwrite"]),
+        (["--overwrite", "--seed", "1"], {"sft.": False, "ppo.": True}, ["--seed", "1", "--ppo.overwrite"]),
+        (["--sft.overwrite=True"], {"sft.": False}, []),
+        (["--overwrite"], {"sft.": True}, ["--sft.overwrite"]),
+        (["--overwrite"], {"": True}, ["--overwrite"]),
     ],
 )
 def test_the_command_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], sections: dict[str, bool], again: list[str]
 ) -> None:
-    """To overwrite what was already begun again would begin it once more."""
+    """Of a chain or of a stage alone. To overwrite what was already begun again would begin it once more."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
     manifests = {}
     for section, there in sections.items():
-        manifests[section] = tmp_path / section
+        manifests[section] = tmp_path / f"{section}manifest"
         if there:
             manifests[section].touch()
     assert command_to_resume(manifests) == " ".join(["python", "train.py", *again])

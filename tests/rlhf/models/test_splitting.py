@@ -12,12 +12,13 @@ from rlhf.config.options import EngineOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.models.splitting import SEQUENCE, TENSOR, check_split, replicas
-from rlhf.plan.command import bound, plan_stages
+from rlhf.plan.command import plan_stages
 from rlhf.plan.devices import PlanOptions
 from step1_sft.config import SFTConfig
 from step1_sft.stage import FINE_TUNING
 from tests.support import forked_ranks, tiny
 from tests.support.engine_runs import apart
+from tests.support.plans import bound
 from tests.support.split_ranks import make
 
 pytestmark = pytest.mark.ranks
@@ -120,4 +121,4 @@ def test_models_that_can_be_split(tmp_path: Path) -> None:
 def test_a_plan_does_not_know_them(name: str) -> None:
     options = SFTConfig(model="opt-125m", **{name: 2})
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2: --plan and --zero-stage auto"):
-        plan_stages({"sft": (options, bound(FINE_TUNING, options, {}))}, PlanOptions(devices=2, device="H100"), 1)
+        plan_stages({"sft": (options, bound(FINE_TUNING, options))}, PlanOptions(devices=2, device="H100"), 1)

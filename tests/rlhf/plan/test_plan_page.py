@@ -27,7 +27,7 @@ from step3_ppo.algorithms.ppo import Config as PPO
 from step3_ppo.roles import ACTOR
 from step3_ppo.stage import REINFORCEMENT
 from tests.support import tiny
-from tests.support.plans import workload_of
+from tests.support.plans import bound, workload_of
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
     config = SFTConfig(model=model_path, dtype="bf16")
 
     def plan_text(memory: str) -> str:
-        stages = {"sft": (config, command.bound(FINE_TUNING, config, {}))}
+        stages = {"sft": (config, bound(FINE_TUNING, config))}
         machine = PlanOptions.model_validate({"devices": 8, "device_memory": memory, "host_memory": "9GB"})
         return command.format_plans(command.plan_stages(stages, machine, 1))
 
@@ -59,7 +59,7 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
     assert "does not fit" in plan_text("1MB") and "more on each of 8 devices" in plan_text("1MB")
     assert "disk for all stages" in plan_text("80GB")
     with pytest.raises(UserError, match=r"actor_model not found at .*; run step1_sft first, or name one with --act"):
-        command.bound(REINFORCEMENT, PPO(output_dir="none"), {})
+        bound(REINFORCEMENT, PPO(output_dir="none"))
     assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
     assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
 

@@ -17,7 +17,7 @@ from rlhf.config.declaration import Declaration
 from rlhf.config.options import RunOptions
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
-from rlhf.launch.supervisor import LAUNCHER, REQUEUE
+from rlhf.launch.supervisor import REQUEUE
 from rlhf.training import random_sources, stage_process
 from tests.support import forked
 
@@ -43,23 +43,6 @@ def test_between_stages_usr1_asks_to_be_started_again() -> None:
         time.sleep(1)
     assert ended.value.code == REQUEUE
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_the_deepspeed_launchers_extra_word_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert stage_main(monkeypatch, tmp_path, None, "--local_rank=1", "--seed", "3").seed == 3
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_rank_of_torchrun_ends_with_it(processes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process alone may outlive the shell that started it."""
-    parents: list[int] = []
-    monkeypatch.setattr(stage_process, "end_with_parent", parents.append)
-    monkeypatch.setattr(stage_process, "end_well", lambda: None)
-    monkeypatch.setattr("rlhf.distributed.rendezvous.check_ranks", lambda *_: None)
-    monkeypatch.delenv(LAUNCHER, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
-    stage_main(monkeypatch, tmp_path, None)
-    assert parents == [os.getppid()] * (processes - 1)
 
 
 @pytest.mark.parametrize("chosen", [False, True])
