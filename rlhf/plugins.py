@@ -155,8 +155,6 @@ def split_weight(spec: str) -> tuple[float, str]:
         weight = math.nan
     if not math.isfinite(weight):
         raise UserError(f"reward '{spec}': got the weight '{text}', expected a number, as in 0.7*learned")
-    if not source.strip():
-        raise UserError(f"reward '{spec}': got nothing after the weight, expected a source, as in 0.7*learned")
     return weight, source.strip()
 
 

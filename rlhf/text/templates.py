@@ -166,11 +166,7 @@ def find_template(name: str, tokenizer_template: object) -> str:
     if not Path(name).is_file():
         known = ["auto", *BUILT_IN]
         raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
-    try:
-        return Path(name).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{error.object[error.start]:02x}"
-        raise UserError(f"{name}: got {got}, expected a chat template in UTF-8") from None
+    return Path(name).read_text(encoding="utf-8-sig")
 
 
 def template_name(text: str) -> str | None:

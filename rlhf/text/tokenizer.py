@@ -64,8 +64,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             tokenizer = auto_tokenizer(path)
     except LOAD_ERRORS as error:
         raise UserError(f"{path}: no tokenizer can be loaded from it: {tokenizer_reason(path, error)}") from None
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"{path}: got a {type(tokenizer).__name__}, expected a tokenizer of one language model")
     if tokenizer.vocab_size == 0:  # it would leave out all text without a word
         raise UserError(f"{path}: the vocabulary of its tokenizer is empty; expected the tokenizer of a language model")
     if tokenizer.eos_token_id is None:
@@ -102,8 +100,6 @@ def _ids(backend: Tokenizer) -> list[list[int]]:
 
 def _word_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """A word-level tokenizer: words are separated by white space, and decoding joins them with one space."""
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such file; expected a YAML description of a model")
     section = read_yaml(path).get("tokenizer")
     words = section.get("words") if isinstance(section, dict) else None
     if not isinstance(words, list) or not words:

@@ -240,7 +240,7 @@ def test_pickles_in_place_of_a_slow_tokenizers_files(
     (model_path / "tokenizer.json").unlink()
     for name in ("tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "merges.txt", "vocab.pkl"):
         payloads.write_plain(model_path / name, {}, ran)
-    for kind in ("LlamaTokenizer", "T5Tokenizer", "TransfoXLTokenizer", "BertTokenizer", "RagTokenizer"):
+    for kind in ("LlamaTokenizer", "T5Tokenizer", "TransfoXLTokenizer", "BertTokenizer"):
         payloads.edit_json(model_path / "tokenizer_config.json", tokenizer_class=kind)
         refused(model_path)
 
