@@ -199,14 +199,6 @@ def test_a_plugin_that_lacks_something_is_refused(
     assert message in str(refused.value) and path in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_frozen_source_gets_what_is_optional(tmp_path: Path) -> None:
-    frozen = DATASET.replace(
-        "class Sums", "import dataclasses\n@dataclasses.dataclass(frozen=True, slots=True)\nclass Sums"
-    )
-    source = open_origin(written(tmp_path, frozen)).source
-    assert (source.remote, source.streaming, source.fingerprint) == (False, False, None)
-
-
 def test_a_file_is_executed_once_in_a_whole_step_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executed", [], raising=False)
     monkeypatch.chdir(tmp_path)
