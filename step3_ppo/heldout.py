@@ -16,6 +16,7 @@ from rlhf.distributed import collectives
 from rlhf.evaluation.results_table import distinct
 from rlhf.maths import ops
 from rlhf.maths.intervals import mean_interval
+from rlhf.maths.preferences import position_bias
 from rlhf.rewards import NO_SCORE, Source, as_samples
 from rlhf.storage import disk
 from rlhf.text.rendering import last_question
@@ -41,6 +42,10 @@ class Evaluation:
     distinct_2: float
     by_source: dict[str, Tensor] = field(default_factory=dict)
     """scores [N] of each reward source, if there are several"""
+    answers: tuple[str, ...] = ()
+    """the responses without their thoughts"""
+    verdicts: Tensor | None = None
+    """[N, 2] of a judge of pairs, on the answers before training and these; `judge_scores` are their means"""
 
 
 def gather_evaluation(
@@ -48,8 +53,10 @@ def gather_evaluation(
     judge: Source | None,
     tokenizer: PreTrainedTokenizerBase,
     source_scores: Mapping[str, Tensor],
+    before: Evaluation | None = None,
 ) -> Evaluation:
-    """The numbers of a scored rollout, of all ranks. source_scores: [B] of each reward source by its name.
+    """The numbers of a scored rollout, of all ranks. source_scores: [B] of each reward source by its name. before: the
+    evaluation with which a judge of pairs compares this one; None: this is the one before training.
 
     The KL is the mean of log pi(y|x) - log ref(y|x), both by the training forward pass in the same batches: so it is 0
     for equal weights in any dtype. The policy as it sampled y, pi_s, is another one in bf16, by which the mean is too
@@ -57,7 +64,14 @@ def gather_evaluation(
     the rounding of sampling.
     """
     samples, tokens = as_samples(rollout, tokenizer), collectives.of_all_ranks(rollout.response_tokens())
-    judge_scores = None if judge is None else _all(judge(samples))
+    judge_scores = verdicts = None
+    if (of_pairs := getattr(judge, "compare", None)) is not None:
+        rows = collectives.rows_of_rank(0 if before is None else len(before.answers))
+        first = samples.answers if before is None else [before.answers[i] for i in rows]
+        verdicts = _all(of_pairs(rollout.rows, first, samples.answers))
+        judge_scores = verdicts.mean(1)
+    elif judge is not None:
+        judge_scores = _all(judge(samples))
     return Evaluation(
         prompts=tuple(collectives.of_all_ranks(samples.prompts)),
         questions=tuple(collectives.of_all_ranks([last_question(row.prompt) for row in rollout.rows])),
@@ -71,6 +85,8 @@ def gather_evaluation(
         ended=_all(rollout.ended),
         distinct_2=distinct(tokens, 2),
         by_source={name: _all(scores) for name, scores in source_scores.items()} if len(source_scores) > 1 else {},
+        answers=tuple(collectives.of_all_ranks(samples.answers)),
+        verdicts=verdicts,
     )
 
 
@@ -78,8 +94,12 @@ def nonfinite_scores(evaluation: Evaluation) -> str | None:
     """Which score is not finite for which held-out response, the same on every rank; None if all are finite."""
     e = evaluation
     for name, values in {"score": e.scores, "judge": e.judge_scores, **e.by_source}.items():
-        missing = values == NO_SCORE if name in e.by_source else False
-        bad = [] if values is None else (~(values.isfinite() | missing)).nonzero().flatten().tolist()
+        if values is None:
+            continue
+        missing = values == NO_SCORE
+        if name == "score" or (name == "judge" and missing.all()):
+            missing = torch.zeros_like(missing)
+        bad = (~(values.isfinite() | missing)).nonzero().flatten().tolist()
         if bad:
             return (
                 f"{name} is not a finite number for {len(bad)} of {len(e.scores)} held-out responses, the first to "
@@ -113,12 +133,18 @@ def compare(before: Evaluation, after: Evaluation) -> Metrics:
         metrics[f"eval_score_{name}_before"] = _of_scored(before.by_source[name]).mean().item()
         metrics[f"eval_score_{name}"] = _of_scored(scores).mean().item()
     if before.judge_scores is not None and after.judge_scores is not None:
+        both = (before.judge_scores != NO_SCORE) & (after.judge_scores != NO_SCORE)
+        old, new = before.judge_scores[both], after.judge_scores[both]
         metrics |= {
-            "eval_judge_before": before.judge_scores.mean().item(),
-            "eval_judge": after.judge_scores.mean().item(),
-            "eval_judge_ci95": _ci95(after.judge_scores),
-            "eval_judge_gain_ci95": _ci95(after.judge_scores - before.judge_scores),
+            "eval_judge_before": old.mean().item(),
+            "eval_judge": new.mean().item(),
+            "eval_judge_ci95": _ci95(new),
+            "eval_judge_gain_ci95": _ci95(new - old),
         }
+        if not both.all():
+            metrics["eval_judge_unread"] = 1 - both.double().mean().item()
+    if after.verdicts is not None:
+        metrics |= {f"eval_judge_{name}": share for name, share in position_bias(after.verdicts).items()}
     return metrics
 
 

@@ -111,8 +111,14 @@ def rollouts_file(config: Step3Config) -> Path:
     return Path(config.output_dir) / STAGE.name / f"rollouts-{collectives.dp_rank()}.jsonl"
 
 
-def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards.Source | None) -> Evaluation:
-    """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has.
+def evaluate(
+    learner: Learner,
+    evaluation: PromptDataset[Prompt],
+    judge: rewards.Source | None,
+    before: Evaluation | None = None,
+) -> Evaluation:
+    """Sampled responses to the held-out prompts, always from the same random stream, which no iteration has. before:
+    the evaluation before training, unless this is it.
 
     A score source that draws random numbers draws them apart, too.
     """
@@ -120,7 +126,7 @@ def evaluate(learner: Learner, evaluation: PromptDataset[Prompt], judge: rewards
     sampled = learner.sample(evaluation, collectives.rows_of_rank(count), HELD_OUT)
     with random_sources.apart(learner.config.seed):
         rollout = score(sampled, learner.actor, None, replace(learner.scorer, rescore=True))
-        return gather_evaluation(rollout, judge, learner.scorer.tokenizer, learner.scores_by_source(rollout))
+        return gather_evaluation(rollout, judge, learner.scorer.tokenizer, learner.scores_by_source(rollout), before)
 
 
 class HeldOut:
@@ -132,11 +138,12 @@ class HeldOut:
         self.before = self.after = evaluate(learner, prompts, judge)
         if (problem := nonfinite_scores(self.before)) is not None:
             raise UserError(problem)
-        self._best_of = measure(learner, prompts, judge, self.before)
+        counts = getattr(judge, "counts", None)  # of a judge whose answers have a price
+        self._best_of = measure(learner, prompts, judge if counts is None else None, self.before)
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is now."""
-        self.after = evaluate(self._learner, self._prompts, self._judge)
+        self.after = evaluate(self._learner, self._prompts, self._judge, self.before)
 
     def evaluate_again(self, run: Run, iteration: int) -> Metrics:
         """The same, with the responses to samples.jsonl and the trackers."""

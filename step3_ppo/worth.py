@@ -65,7 +65,7 @@ def measure(
     if not more:
         return None
     path = Path(config.output_dir) / STAGE.name / BEST_OF
-    judged = [] if before.judge_scores is None else [before.judge_scores]
+    judged = [] if judge is None or before.judge_scores is None else [before.judge_scores]
     first = torch.stack([before.scores, *judged])[:, :p]
     saved = collectives.gather_objects(read_scores(path, len(first)) if collectives.is_main() else None)[0]
     if saved is not None and saved.shape == (*first.shape, more + 1) and _alike(saved[:, :, 0], first):

@@ -293,6 +293,9 @@ def _of_samples(run: Recount) -> Iterator[Claim]:
     names = [name for name in ("score", "judge", "kl") if name in run.stage.samples[0]]
     after = {name: run.column(name) for name in names}
     before = {name: run.column(f"{name}_before") for name in names if name != "kl"}
+    if "judge" in names:  # of the prompts on which it has both numbers
+        both = after["judge"].isfinite() & before["judge"].isfinite()
+        after["judge"], before["judge"] = after["judge"][both], before["judge"][both]
     for name, values in [*after.items(), *((f"{name}_before", values) for name, values in before.items())]:
         yield run.mean(f"eval_{name}", values, ", of the samples")
     spreads = {f"{name}_ci95": values for name, values in after.items()}
@@ -306,7 +309,8 @@ def _of_samples(run: Recount) -> Iterator[Claim]:
     yield run.claim("eval_changed", sum(changed) / len(changed), EPS)
     claimed = [name for name in run.left if name == "eval_best_of" or "_worth_" in name or "_efficiency" in name]
     if claimed:
-        start = read_scores(run.stage.directory / BEST_OF, len(before))
+        columns = 1 + ("eval_judge_worth_best_of" in run.metrics)
+        start = read_scores(run.stage.directory / BEST_OF, columns)
         pairs = [(name, before[name], after[name]) for name in before]
         numbers = {} if start is None else worth_of(start, pairs, after["kl"])
         for name in {**dict.fromkeys(claimed), **numbers}:

@@ -67,11 +67,12 @@ class PromptSet:
         t = self.tokenizer
         return open_backend("loop", eos_token_id=t.eos_token_id, pad_token_id=t.pad_token_id)
 
-    def source(self, spec: str, micro_batch_size: int) -> rewards.Source:
-        """A score source, outside a run."""
+    def source(self, spec: str, micro_batch_size: int, answers: Path | None) -> rewards.Opened:
+        """A score source or a judge of pairs, outside a run. answers: the folder for what a judge answers"""
         device = collectives.local_device()
-        context = rewards.Context(self.tokenizer, device, self._dtype(device), "", micro_batch_size)
-        return rewards.open_source(spec, context)
+        dtype = self._dtype(device)
+        context = rewards.Context(self.tokenizer, device, dtype, "", micro_batch_size, answers=answers)
+        return rewards.open_judge(spec, context)
 
     def _dtype(self, device: torch.device) -> torch.dtype:
         return compute_dtype(EngineOptions(dtype=self.options.dtype), device)

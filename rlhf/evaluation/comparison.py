@@ -1,7 +1,7 @@
 """Several policies respond to the same prompts: the score, KL to the reference and length of each response."""
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -91,7 +91,9 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
     Raises: UserError for a model or a score source that fails; NonFiniteError.
     """
     prompts, options = comparison.prompts, comparison.options
-    sources = [prompts.source(spec, options.micro_batch_size) for spec in _score_sources(options)]
+    folder = None if options.output is None else Path(options.output) / rewards.ANSWERS
+    specs = _score_sources(options)
+    sources = [prompts.source(spec, options.micro_batch_size, folder).scoring() for spec in specs]
     reference = prompts.load(comparison.reference)
     measurement = _Measurement(comparison, reference, sources)
     responses = {}
@@ -104,7 +106,32 @@ def measure_all(comparison: Comparison) -> dict[str, Responses]:
             responses[name] = _measure(policy, name, measurement, bar)
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
+    rewards.say_counts(sources)
     return responses
+
+
+def of_scored(comparison: Comparison, responses: dict[str, Responses]) -> tuple[Comparison, dict[str, Responses]]:
+    """Those prompts to which every response has its scores; says how many are left out. Raises: UserError for fewer
+    than two."""
+    scores = [x for r in responses.values() for x in (r.scores, r.selector) if x is not None]
+    scored = (torch.stack(scores) != rewards.NO_SCORE).all(2).all(0)
+    rows, k = scored.nonzero().flatten().tolist(), comparison.options.samples
+    if len(rows) == len(scored):
+        return comparison, responses
+    left_out = f"{len(scored) - len(rows)} of {len(scored)} prompts have a response without a score"
+    if len(rows) < 2:
+        raise UserError(f"--reward {comparison.options.reward}: {left_out}, expected two prompts or more without one")
+    console.say(f"{left_out}, and are left out")
+    each = [n * k + i for n in rows for i in range(k)]
+    prompts = comparison.prompts
+    prompts = replace(prompts, rows=tuple(prompts.rows[i] for i in each), ids=tuple(prompts.ids[i] for i in each))
+    tensors = ("scores", "kl", "ref_nll", "lengths", "ended", "selector")
+
+    def selected(r: Responses) -> Responses:
+        numbers = {name: getattr(r, name)[rows] for name in tensors if getattr(r, name) is not None}
+        return replace(r, texts=[r.texts[n] for n in rows], tokens=[r.tokens[i] for i in each], **numbers)
+
+    return replace(comparison, prompts=prompts), {name: selected(r) for name, r in responses.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +140,7 @@ class _Measurement:
 
     comparison: Comparison
     reference: Policy
-    sources: list[rewards.Source]
+    sources: list[rewards.Opened]
 
 
 def _measure(policy: Policy, name: str, measurement: _Measurement, bar: console.Bar) -> Responses:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf evalu
     def compare() -> None:
         try:
             policies = comparison.check(options)
-            results_table.report_results(policies, comparison.measure_all(policies))
+            results_table.report_results(*comparison.of_scored(policies, comparison.measure_all(policies)))
         except NonFiniteError as error:
             give_up(f"error: {error}", NON_FINITE)
 

@@ -5,8 +5,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from rlhf import console, rewards
 from rlhf.config import Tree
@@ -20,14 +22,21 @@ from rlhf.evaluation.batch_generation import (
     require_writable,
 )
 from rlhf.evaluation.options import PairsConfig
+from rlhf.maths.preferences import position_bias
+from rlhf.rewards import NO_SCORE
 from rlhf.storage import disk
 from rlhf.text.messages import variable_columns
 from rlhf.text.prompt_file import format_prompt, prompt_text, read_prompts
 from rlhf.types import Row
 
-CUT, EQUAL, TIE = "cut at --response-length", "equal responses", "tie"
+CUT, EQUAL, TIE, NONE = "cut at --response-length", "equal responses", "tie", "no score"
 """reasons to drop a pair"""
-CURES = {CUT: "raise --response-length", EQUAL: "raise --temperature", TIE: "lower --tie, or name another --reward"}
+CURES = {
+    CUT: "raise --response-length",
+    EQUAL: "raise --temperature",
+    TIE: "lower --tie, or name another --reward",
+    NONE: "change the question to the judge, or what --reward returns",
+}
 """what the user can do against each reason"""
 
 
@@ -38,6 +47,8 @@ class Side:
     text: str
     ended: bool
     score: float | None
+    answer: str = ""
+    """the text without its thought"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +106,10 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
 
     Two policies sample with different random numbers.
     """
-    judge = None if options.reward is None else prompt_set.source(options.reward, options.rollout_batch_size)
+    judge, folder = None, Path(str(options.output)).with_suffix(f".{rewards.ANSWERS}")
+    if options.reward is not None:
+        judge = prompt_set.source(options.reward, options.rollout_batch_size, folder)
+    scores_each = judge is not None and judge.compare is None
     by_policy: list[list[Side]] = []
     total = len(model_paths) * -(-len(prompt_set.rows) // collectives.world_size())
     with console.bar("responses", total) as bar:
@@ -105,16 +119,36 @@ def sample_pairs(prompt_set: PromptSet, model_paths: Sequence[str], options: Pai
             for prompts, uniforms in prompt_set.batches(stream):
                 samples = rewards.as_samples(backend(policy.lm, prompts, options, uniforms), prompt_set.tokenizer)
                 backend.release()
-                scores = [None] * len(prompts) if judge is None else judge(samples).tolist()
-                ended = samples.rollout.ended.tolist()
-                batches.append([Side(*side) for side in zip(samples.responses, ended, scores, strict=True)])
+                scores = judge(samples).tolist() if judge is not None and scores_each else [None] * len(prompts)
+                sides = zip(samples.responses, samples.rollout.ended.tolist(), scores, samples.answers, strict=True)
+                batches.append([Side(*side) for side in sides])
                 bar.advance(len(prompts))
             by_policy.append([side for sides in collectives.of_all_ranks(batches) for side in sides])
             del policy
             gc.collect()  # before the next policy is loaded: modules with hooks are reference cycles
     first, second = by_policy if len(by_policy) == 2 else (by_policy[0][::2], by_policy[0][1::2])
     rows = prompt_set.rows[:: 2 // len(model_paths)]
-    return [Pair(row, sides) for row, sides in zip(rows, zip(first, second, strict=True), strict=True)]
+    pairs = [Pair(row, sides) for row, sides in zip(rows, zip(first, second, strict=True), strict=True)]
+    if judge is not None:
+        pairs = pairs if judge.compare is None else compared(pairs, judge.compare)
+        rewards.say_counts([judge])
+    return pairs
+
+
+def compared(pairs: Sequence[Pair], compare: rewards.Compare) -> list[Pair]:
+    """The pairs with scores by a judge of pairs, which add up to 1: the share of the two orders that a response wins.
+    What is dropped anyway is not asked. Says how much the order decides."""
+    usable = [i for i, pair in enumerate(pairs) if not drop_reason(pair, 0.0)]
+    mine = [pairs[usable[i]] for i in collectives.rows_of_rank(len(usable))]
+    first, second = ([pair.sides[i].answer for pair in mine] for i in (0, 1))
+    verdicts = torch.tensor(collectives.of_all_ranks(compare([pair.row for pair in mine], first, second).tolist()))
+    console.say(f"judge: {console.metrics_line(position_bias(verdicts.view(-1, 2))) or 'no verdict in both orders'}")
+    scored = list(pairs)
+    for i, share in zip(usable, verdicts.view(-1, 2).mean(1).tolist(), strict=True):
+        one, two = pairs[i].sides
+        scores = (share if share == NO_SCORE else 1 - share), share
+        scored[i] = replace(pairs[i], sides=(replace(one, score=scores[0]), replace(two, score=scores[1])))
+    return scored
 
 
 def to_rows(pairs: Sequence[Pair], options: PairsConfig) -> tuple[list[Tree], Counter[str]]:
@@ -153,6 +187,8 @@ def drop_reason(pair: Pair, tie: float) -> str:
         return EQUAL
     if first.score is None or second.score is None:
         return ""
+    if NO_SCORE in (first.score, second.score):
+        return NONE
     return TIE if abs(first.score - second.score) <= tie else ""
 
 

@@ -60,3 +60,19 @@ def agreement(gaps: Tensor) -> Tensor:
     """The share of pairs that two models order alike, a tie one half; float64 [M, M]. gaps [M, N] of M models."""
     signs = gaps.double().sign()
     return (1 + signs @ signs.T / gaps.shape[1]) / 2
+
+
+def position_bias(verdicts: Tensor) -> dict[str, float]:
+    """How much the order of two responses decides. verdicts [N, 2]: 1 if the second of a pair is better, 0 if the first
+    is, anything else if neither; with the first before the second, and in the other order.
+
+    `first_place`: share of the verdicts for one response that are for the one that stood first, 0.5 without a bias.
+    `flipped`: share of the pairs with two such verdicts that another response wins in the other order. Empty without
+    such a pair.
+    """
+    decided, for_first = (verdicts == 0) | (verdicts == 1), verdicts == torch.tensor([0.0, 1.0])
+    in_both = verdicts[decided.all(1)]
+    if not len(in_both):
+        return {}
+    shares = {"first_place": for_first[decided], "flipped": in_both[:, 0] != in_both[:, 1]}
+    return {name: share.double().mean().item() for name, share in shares.items()}

@@ -114,7 +114,8 @@ def plain(text: object) -> Markup:
 
 
 def data_name(data_path: str) -> str:
-    """A data path without the directories of this machine."""
+    """A data path, or a score source, without directories of this machine and addresses of judges."""
+    data_path = re.sub(r"(?<=base_url=)[^,'\"\s]+", "...", data_path)
     return re.sub(r"(?:(?<=^)|(?<=[:=,*'\"\s]))(?:~|\.{1,2})?/(?:(?:[^/:,]|,(?![^/=,]*=|/))*/)*", "", data_path)
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlhf import rewards
 from rlhf.config import Tree
 from rlhf.config.secrets import masked
 from rlhf.console import duration, size
@@ -47,6 +48,10 @@ def stage_facts(stage: StageRecord) -> list[Fact]:
         facts.append((name.replace("_", " "), path.removeprefix(own).removeprefix(f"{stage.directory.parent}/")))
     if manifest.get("models"):
         facts.append(("wrote", ", ".join(f"{stage.directory.name}/{folder}" for folder in manifest["models"])))
+    if (answers := stage.directory / rewards.ANSWERS).is_dir():
+        requests, tokens = rewards.cost(answers)
+        stored = sum(row[rewards.CACHED] for row in stage.values(rewards.CACHED))
+        facts.append(("judge", f"{requests:,} requests, {tokens:,} tokens, {stored:,.0f} more answers from the disk"))
     if best := manifest.get("metrics", {}).get("eval_best_step"):
         facts.append(("best evaluation", f"after step {best:,.0f}"))
     return facts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rlhf import plugins
+from rlhf import console, plugins
 from rlhf.config import Tree
 from rlhf.config.options import FrozenOptions
 from rlhf.distributed import collectives
@@ -50,6 +50,10 @@ REFERENCE = "reference"
 Compare = Callable[[Sequence[Row], Sequence[str], Sequence[str]], Tensor]
 """Verdicts [B, 2] on the rows' first responses and their second ones: 1 if the second is better, 0 if the first is, 0.5
 for a tie, `NO_SCORE` where there is none; with the first response before the second, and in the other order."""
+
+
+Check = Callable[[Tensor, Samples, str], None]
+"""Raises: UserError for scores [B] of samples, by the source of that name, that a caller cannot use."""
 
 
 class Source(Protocol):
@@ -145,8 +149,7 @@ class Sources:
 
     def counts(self) -> Metrics:
         """What the sources have done since the last call, over all ranks: requests, tokens."""
-        counters = (getattr(each.source, "counts", None) for each in self.sources)
-        return added_up([count() for count in counters if count is not None])
+        return counts_of([each.source for each in self.sources])
 
     def normalized(self, source_scores: Tensor, group: int) -> Tensor:
         """The sum over the sources of their scores relative to the group's, [B]: a source whose scores differ more
@@ -181,9 +184,9 @@ class Sources:
 class Opened:
     """A score source under the name that the user wrote, with a check of what it returns."""
 
-    def __init__(self, spec: str, source: Source, has_gaps: bool, finite: bool = False) -> None:
+    def __init__(self, spec: str, source: Source, has_gaps: bool, check: Check) -> None:
         """has_gaps: whether -inf of it is `NO_SCORE`; of a model it is an overflow"""
-        self.spec, self._source, self.has_gaps, self._finite = spec, source, has_gaps, finite
+        self.spec, self._source, self._has_gaps, self._check = spec, source, has_gaps, check
         self.compare: Compare | None = getattr(source, "compare", None)
         """of a judge of pairs, which scores no response alone"""
         self.counts: Callable[[], Metrics] | None = getattr(source, "counts", None)
@@ -198,10 +201,9 @@ class Opened:
             raise UserError(
                 f"reward '{self.spec}': got {list(scores.shape)} scores, expected [{len(samples.responses)}]"
             )
-        if not self.has_gaps:
+        if not self._has_gaps:
             scores = scores.masked_fill(scores == NO_SCORE, math.nan)
-        if self._finite:
-            require_finite(scores, samples, self.spec)
+        self._check(scores, samples, self.spec)
         return scores
 
     def scoring(self) -> Self:
@@ -220,12 +222,17 @@ def open_source(spec: str, context: Context) -> Opened:
 
     Its scores are checked: a score that is not finite is a UserError that names the response.
     """
-    return _open(spec, context, finite=True).scoring()
+    return _open(spec, context, require_finite).scoring()
+
+
+def open_judge(spec: str, context: Context) -> Opened:
+    """A score source as of `open_source` that may have no score for a response, or a judge of pairs."""
+    return _open(spec, context, lambda scores, *of: require_finite(scores.masked_fill(scores == NO_SCORE, 0.0), *of))
 
 
 def open_unchecked(spec: str, context: Context) -> Opened:
     """A score source as of `open_source`, whose scores may be non-finite, or a judge of pairs."""
-    return _open(spec, context, finite=False)
+    return _open(spec, context, lambda *_: None)
 
 
 def answer_rows(folder: Path) -> Iterator[Tree]:
@@ -239,16 +246,23 @@ def cost(folder: Path) -> tuple[int, int]:
     return len(tokens), sum(tokens)
 
 
-def added_up(counts: Sequence[Metrics]) -> Metrics:
-    """The sums of some counts, over all ranks. Ranks have the same sources, so all of them ask or none."""
-    of_ranks = collectives.gather_replicas(list(counts)) if counts else []
+def counts_of(sources: Sequence[Source]) -> Metrics:
+    """What the sources have done since the last call, over all ranks, which have the same sources."""
+    counters = [source.counts for source in sources if isinstance(source, Opened) and source.counts is not None]
     total = Counter[str]()
-    for each in itertools.chain.from_iterable(of_ranks):
-        total.update(each)
+    of_ranks = collectives.gather_replicas([count() for count in counters]) if counters else []
+    for counts in itertools.chain.from_iterable(of_ranks):
+        total.update(counts)
     return dict(total)
 
 
-def _open(spec: str, context: Context, finite: bool) -> Opened:
+def say_counts(sources: Sequence[Source]) -> None:
+    """Print them, if there are any."""
+    if counts := counts_of(sources):
+        console.say(f"asked of a judge: {console.metrics_line(counts)}")
+
+
+def _open(spec: str, context: Context, check: Check) -> Opened:
     plugin = _plugin(spec)
     name = spec.split(",")[0]
     if "/" in name and plugin is spec and not name.endswith(".py"):
@@ -258,7 +272,7 @@ def _open(spec: str, context: Context, finite: bool) -> Opened:
         )
     built: Source = plugins.build("rlhf.rewards", plugin, context)
     has_gaps = plugins.parse_spec(plugin)[0].endswith((".py", "python", "openai"))
-    return Opened(spec, plugins.conforming(built, Source, spec), has_gaps, finite)
+    return Opened(spec, plugins.conforming(built, Source, spec), has_gaps, check)
 
 
 def check_source(spec: str, context: Context, scores: bool = True) -> None:

@@ -173,7 +173,7 @@ class Judge:
         shares = torch.tensor(self._ask(orders, _share_of_second)).view(-1, 2)
         shares[:, 1] = torch.where(shares[:, 1] == NO_SCORE, NO_SCORE, 1 - shares[:, 1])
         verdicts = torch.full((len(rows), 2), 0.5)
-        verdicts[torch.tensor([one != two for one, two in zip(first, second, strict=True)])] = shares
+        verdicts[torch.tensor([one != two for one, two in zip(first, second, strict=True)], dtype=torch.bool)] = shares
         return verdicts
 
     def counts(self) -> Metrics:

@@ -57,3 +57,13 @@ def test_how_often_two_models_agree() -> None:
     agreement = preferences.agreement(gaps)
     assert agreement[0].tolist() == [(3 + 0.5) / 4, (1 + 0.5) / 4, (2 + 0.5) / 4]
     assert torch.equal(agreement, agreement.T)
+
+
+def test_position_bias_by_hand() -> None:
+    """Six pairs: one for each response in both orders, two for the first place, one for the second, one half a tie and
+    one without a verdict."""
+    nan = -math.inf
+    verdicts = [[1, 1], [0, 0], [0, 1], [0, 1], [1, 0], [0.5, 1], [nan, 0]]
+    # For the first place: one of two, one of two, 2 x two of two, none of two, one of one, none of one.
+    assert preferences.position_bias(torch.tensor(verdicts)) == {"first_place": 7 / 12, "flipped": 3 / 5}
+    assert preferences.position_bias(torch.tensor([[0.5, 1.0], [nan, 0.0]])) == {}

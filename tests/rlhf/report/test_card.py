@@ -144,6 +144,7 @@ def test_paths_and_secrets_are_not_published() -> None:
     assert data_name("0.5*/srv/me/judge.py:score, ~/x/b.py:c") == "0.5*judge.py:score, b.py:c"
     assert data_name("files,split=train:/data/x y/b.jsonl") == "files,split=train:b.jsonl"
     assert data_name("/data/u/with,comma/x.jsonl") == "x.jsonl"
+    assert data_name("0.5*openai,base_url=http://10.0.0.7:80/v1,model=m") == "0.5*openai,base_url=...,model=m"
     assert data_name("learned,model=/data/u/m,normalize=true") == "learned,model=m,normalize=true"
     assert data_name('learned,model="/data/u/lr=1,b/m"') == 'learned,model="m"'
 
