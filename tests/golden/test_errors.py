@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 import torch
 
-from rlhf import adapters, console, errors, generation, rewards
+from rlhf import adapters, cli, console, errors, generation, rewards
 from rlhf.chain import command
 from rlhf.chain.options import overlay, read, require_agreement
 from rlhf.chain.verify import VerifyConfig
-from rlhf.chat.options import ChatOptions
+from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.config import Config, parser
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
@@ -32,6 +32,7 @@ from rlhf.text.prompt_file import read_prompts
 from rlhf.text.templates import find_template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training.checks import check_engine, check_ranks
+from rlhf.training.trackers import check_trackers
 from step1_sft import __main__ as sft
 from step1_sft.config import SFTConfig
 from step2_reward import __main__ as reward
@@ -191,7 +192,9 @@ KINDS: Mapping[str, Callable[[str], object]] = {
     "step3_ppo": _step_3,
     "step3_ppo-check": _checked_step_3,
     "evaluate-reward": _parsed(EvaluateRewardConfig),
-    "chat": _parsed(ChatOptions),
+    "chat": lambda typed: check_chat(parser.parse(ChatOptions, typed.split(), "program", "what it does")),
+    "rlhf": lambda typed: cli.main(typed.split()),
+    "--report-to": lambda typed: check_trackers([typed]),
     "verify": _parsed(VerifyConfig),
     "evaluate": lambda typed: _program(evaluate.main, typed),
     "pairs": lambda typed: _program(pairs.main, typed),

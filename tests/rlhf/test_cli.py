@@ -32,15 +32,6 @@ def test_the_version_is_that_of_the_package(rlhf: Run) -> None:
     assert project["name"] == cli.DISTRIBUTION
 
 
-def test_an_unknown_verb_is_refused(rlhf: Run) -> None:
-    message = "error: rlhf rewad: no such verb (did you mean 'reward'?); have train, plan, sft, reward, ppo, preview, "
-    assert rlhf("rewad", "--seed", "1") == (
-        2,
-        "",
-        message + "report, verify, evaluate, evaluate-reward, pairs, chat, export\n",
-    )
-
-
 @pytest.mark.parametrize(
     ("verb", "option"),
     {

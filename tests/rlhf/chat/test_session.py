@@ -17,7 +17,6 @@ from data.read.records import Skipped
 from rlhf.chain.chat import BY_NAME
 from rlhf.chat import session as sessions
 from rlhf.chat import votes
-from rlhf.chat.options import ChatOptions, check_chat
 from rlhf.chat.responses import Models
 from rlhf.chat.run_models import run_models
 from rlhf.chat.session import Session
@@ -294,17 +293,3 @@ def test_no_vote_is_asked_that_is_refused_and_mistakes_do_not_end_the_chat(make:
 
 def test_a_model_cannot_write_to_the_terminal_what_it_obeys() -> None:
     assert printable("a\x1b[31mb\x07\x9b\r\n\tcé你\u200d") == "a\\x1b[31mb\\x07\\x9b\n\tcé你\u200d"
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no run": ({"run": ""}, "no run is named"),
-    "one policy": ({"compare": ("sft",)}, "--compare sft: got 1 policies, expected two"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused_before_libraries_are_loaded(name: str) -> None:
-    options, words = MISTAKES[name]
-    with pytest.raises(UserError, match=words):
-        check_chat(ChatOptions.model_validate({"run": "r"} | options))
-    check_chat(ChatOptions(run="r"))

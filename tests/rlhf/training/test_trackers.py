@@ -278,20 +278,11 @@ def test_a_tracker_fits_accelerates_class_and_names_its_package(
         assert isinstance(opened.open("demo", "step1_sft", run), LOGGER_TYPE_TO_CLASS[name])
 
 
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        (("wandbb",), "--report-to wandbb: no 'wandbb' in rlhf.training.trackers; .*did you mean 'wandb'"),
-        (("tensorboard,projct=x",), "projct"),
-        (("nothing.py",), "nothing.py: no such Python file"),
-        (("half.py",), "half.py: build returned a value of type Half, which has no function log_config"),
-    ],
-)
-def test_a_mistaken_tracker_is_refused(
-    specs: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_lacks_a_function_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     half = "from rlhf.config import Config\nclass Half:\n def start(self, run): ...\ndef build(config): return Half()\n"
     Path("half.py").write_text(half)
-    with pytest.raises(UserError, match=message):
-        trackers.check_trackers(specs)
+    with pytest.raises(
+        UserError, match=r"half\.py: build returned .* Half, which has no function log_config"
+    ):
+        trackers.check_trackers(["half.py"])
