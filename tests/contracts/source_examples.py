@@ -1,7 +1,8 @@
 """What each source's dataset looks like: records of one prompt, made from its texts. All of it invented.
 
 `make(question, good, bad)` writes them as the dataset does, so that the rows are known beforehand: `question` is the
-prompt, `good` the demonstration and the chosen side, `bad` the rejected one.
+prompt, `good` the demonstration and the chosen side, `bad` the rejected one. A row of `Texts` in the table of
+datasets needs no example here.
 """
 
 import html
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data.read.records import Phase
+from data.sources._parsers import Texts
+from data.sources._table import DATASETS
 
 Record = dict[str, Any]
 Make = Callable[[str, str, str], list[Record]]
@@ -43,6 +46,17 @@ class Example:
 def plain_pair(prompt: str, chosen: str, rejected: str) -> Make:
     """Records of three columns of plain text."""
     return lambda question, good, bad: [{prompt: question, chosen: good, rejected: bad}]
+
+
+def of_texts(texts: Texts) -> Example:
+    """The example of a row of texts: its columns, and in those beside them what no text is."""
+
+    def make(question: str, good: str, bad: str) -> list[Record]:
+        sides = {texts.prompt: question, texts.response: good} | ({texts.rejected: bad} if texts.rejected else {})
+        group = {texts.group: f"{good} {bad}"} if texts.group else {}
+        return [{**sides, **group, **dict.fromkeys(texts.columns, 1), "another": "column"}]
+
+    return Example(make, phases=PHASES if texts.rejected else NO_PAIRS, free=(*texts.columns, "another"))
 
 
 def turns(question: str, response: str) -> list[Record]:
@@ -164,10 +178,6 @@ def ultrafeedback(question: str, good: str, bad: str) -> list[Record]:
     return [{**record, "score_chosen": 8.5, "score_rejected": 3.0}]
 
 
-def zhihu_kol(question: str, good: str, bad: str) -> list[Record]:
-    return [{"INSTRUCTION": question, "RESPONSE": good, "SOURCE": "here", "METADATA": '{"upvotes": "1"}'}]
-
-
 def miracl(question: str, good: str, bad: str) -> list[Record]:
     passages = [[{"docid": "1#0", "title": "T", "text": text}] for text in (good, bad)]
     record = {"query_id": "1#0", "query": question, "positive_passages": passages[0]}
@@ -181,11 +191,6 @@ def hc3_chinese(question: str, good: str, bad: str) -> list[Record]:
 def mkqa(question: str, good: str, bad: str) -> list[Record]:
     answers = {"en": [{"type": "entity", "text": "a word"}], "ja": [{"type": "entity", "text": good, "aliases": [bad]}]}
     return [{"query": "which", "queries": {"en": "which", "ja": question}, "answers": answers, "example_id": 1}]
-
-
-def qg_jaquad(question: str, good: str, bad: str) -> list[Record]:
-    extra = {"answer": "a", "paragraph_id": "tr-0", "sentence_answer": "s"}
-    return [{"question": question, "sentence": good, "paragraph": f"{good} {bad}", **extra}]
 
 
 def qag_jaquad(question: str, good: str, bad: str) -> list[Record]:
@@ -216,6 +221,7 @@ OF_TREES = ("rank", "deleted", "review_result")
 SHAREGPT_NULLS = dict.fromkeys(("prompt", "label"), "null prompt or label")
 
 EXAMPLES = {
+    **{dataset.name: of_texts(dataset.parse) for dataset in DATASETS if isinstance(dataset.parse, Texts)},
     "chatbot_arena": Example(chatbot_arena, free=("question_id", "turn", "language")),
     "demo": Example(write=lambda folder: "", options=",rows=200"),
     "files": Example(plain_pair("prompt", "chosen", "rejected"), one_shape=False),
@@ -242,22 +248,18 @@ EXAMPLES = {
         oasst1_tree, optional=(*OF_TREES, "replies"), free=("message_tree_id", "tree_state", "parent_id", "lang")
     ),
     "qag_jaquad": Example(qag_jaquad, phases=NO_PAIRS, free=("answers", "paragraph_id")),
-    "qg_jaquad": Example(qg_jaquad, phases=NO_PAIRS, free=("answer", "paragraph_id", "sentence_answer")),
     "rlhf_reward_datasets": Example(rlhf_reward_datasets),
     "rm_static": Example(rm_static, free=("response",)),
     "rt_polarity": Example(write=rt_polarity),
     "safe_rlhf": Example(safe_rlhf, free=("safer_response_id", "is_response_0_safe", "is_response_1_safe")),
     "sharegpt_vicuna": Example(sharegpt_vicuna, phases=NO_PAIRS, nulls=SHAREGPT_NULLS),
     "shp": Example(shp, free=("post_id", "domain", "score_A", "score_B")),
-    "stack_exchange_paired": Example(plain_pair("question", "response_j", "response_k")),
-    "synthetic_instruct": Example(plain_pair("prompt", "chosen", "rejected")),
     "ultrafeedback": Example(ultrafeedback, free=("prompt", "prompt_id", "messages")),
     "stack_exchange": Example(
         stack_exchange,
         free=("qid", "answer_id", "author", "author_id", "author_profile", "selected", "date", "metadata"),
     ),
     "webgpt": Example(webgpt, free=("dataset", "id", "quotes_0", "quotes_1")),
-    "zhihu_kol": Example(zhihu_kol, phases=NO_PAIRS, free=("SOURCE", "METADATA")),
 }
 
 FIXTURES: dict[str, tuple[str, tuple[Phase, ...]]] = {

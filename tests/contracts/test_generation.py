@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from rlhf import plugins
 from rlhf.config.options import SamplingOptions
 from rlhf.errors import UserError
-from rlhf.generation import loop
+from rlhf.generation import BackendOptions, loop
 from rlhf.kernels import attention
 from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
@@ -21,6 +21,7 @@ from tests.support import tiny
 BACKENDS = plugins.names("rlhf.generation")
 PROMPTS = tiny.prompts([3, 9, 8])
 SAMPLING = SamplingOptions(response_length=12)
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {"loop": {}, "vllm": {"memory_share": 0.3, "sleep_level": 2}}
 
 pytestmark = pytest.mark.usefixtures("vllm")
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -132,9 +133,14 @@ def test_padding_of_the_prompt_changes_no_token(backend: str, family: str) -> No
 
 
 @backends
-def test_the_temperature_divides_the_logits(backend: str) -> None:
-    model = tiny.causal_lm()
-    rollout = sampled(backend, model, sampling=SamplingOptions(response_length=12, temperature=0.7))
+def test_logprobs_with_other_options_are_those_of_the_tempered_distribution(backend: str) -> None:
+    """Those of the softmax of the logits over the temperature, whatever options of its own the backend has."""
+    own = {*plugins.find("rlhf.generation", backend).Config.model_fields} - {*BackendOptions.model_fields}
+    assert own == {*OTHER_OPTIONS[backend]}, "a value other than the default for each option of the backend"
+    options = {"name": backend, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, **OTHER_OPTIONS[backend]}
+    model, other = leaning_to(tiny.EOS, 1.0), SamplingOptions(response_length=7, temperature=0.7)
+    rollout = plugins.build("rlhf.generation", options)(model, PROMPTS, other, draws(0, 3, other))
+    assert rollout.response_ids.shape[1] == 7
     assert float((rollout.sampled_logprobs - rescored(model, rollout, 0.7)).abs().max()) < 1e-5
     assert float((rollout.sampled_logprobs - rescored(model, rollout, 1.0)).abs().max()) > 1e-2
 

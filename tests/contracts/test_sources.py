@@ -1,4 +1,5 @@
-"""What every source of rows keeps to. A new file in data/sources gets its tests by a line in EXAMPLES."""
+"""What every source of rows keeps to. A new file in data/sources gets its tests by a line in EXAMPLES,
+and a dataset of texts alone by its row in the table."""
 
 import json
 import re

@@ -16,7 +16,7 @@ from rlhf.chain import command as train
 from rlhf.chain.report import ReportConfig
 from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
-from rlhf.config import option_names, parser
+from rlhf.config import Config, option_names, parser
 from rlhf.evaluation.evaluate import EvaluateConfig
 from rlhf.evaluation.pairs import PairsConfig
 from rlhf.launch.supervisor import EXPLAINED
@@ -25,6 +25,7 @@ from step2_reward import __main__ as reward
 from step2_reward.config import RewardConfig
 from step2_reward.evaluation_options import EvaluateRewardConfig
 from step3_ppo import __main__ as ppo
+from step3_ppo.config import Step3Config
 
 ROOT = Path(train.__file__).parents[2]
 READMES = [
@@ -88,6 +89,26 @@ def test_the_page_of_rewards_has_every_option_of_each() -> None:
         table.setdefault(name, set()).update(re.findall(r"`(\w+)`", options))
     configs = {name: plugins.find("rlhf.rewards", name).Config for name in plugins.names("rlhf.rewards")}
     assert table == {name: set(config.model_fields) for name, config in configs.items()}
+
+
+def test_a_plug_in_and_an_option_of_step_3_has_a_row() -> None:
+    page = (ROOT / "step3_ppo/README.md").read_text(encoding="utf-8")
+    algorithms = plugins.names("step3_ppo.algorithms")
+    assert [name for name in algorithms if not re.search(rf"^\| `{name}` \|", page, re.MULTILINE)] == []
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    named = {name.replace("-", "_") for name in re.findall(r"`(?:--(?:no-)?)?([\w-]+)", rows)}
+    configs = [Step3Config, *(plugins.find("step3_ppo.algorithms", name).Config for name in algorithms)]
+    own = {cls for config in configs for cls in config.__mro__ if cls.__module__.startswith("step3_ppo.")}
+    options = {name: config.model_fields[name].default for config in configs for name in config.model_fields}
+    options = {name: default for name, default in options.items() if any(name in cls.__annotations__ for cls in own)}
+    missing = {name for name, default in options.items() if name not in named and not isinstance(default, Config)}
+    assert not missing, f"add rows to step3_ppo/README.md: {', '.join(sorted(missing))}"
+
+
+def test_an_objective_of_step_2_has_a_row() -> None:
+    page = (ROOT / "step2_reward/README.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `--objective` \|.*$", page, re.MULTILINE)
+    assert [name for name in plugins.names("step2_reward.objectives") if f"`{name}`" not in row] == []
 
 
 @pytest.mark.parametrize("command", commands())

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rlhf import adapters, cli, console, errors, generation, rewards
+from rlhf import adapters, cli, console, errors, generation, plugins, rewards
 from rlhf.chain import command
 from rlhf.chain.options import overlay, read, require_agreement
 from rlhf.chain.verify import VerifyConfig
@@ -45,6 +45,10 @@ from tests.support import texts, tiny
 from tests.support.programs import without_status
 
 FILE = Path(__file__).with_name("errors.txt")
+FOLDERS = (
+    "rlhf.adapters", "rlhf.rewards", "rlhf.generation", "rlhf.training.trackers", "step2_reward.objectives",
+    "step3_ppo.algorithms",
+)  # fmt: skip
 
 
 def _wrap(typed: str) -> object:
@@ -218,8 +222,15 @@ def answer(typed: str) -> str:
     try:
         KINDS[kind](rest)
     except UserError as error:
-        return str(error)
+        return _without_names(str(error))
     return ""
+
+
+def _without_names(text: str) -> str:
+    """The whole list of a folder's plug-ins as `...`, so that a new one changes no answer."""
+    for folder in FOLDERS:
+        text = text.replace(f"in {folder}; have {', '.join(plugins.names(folder))}", f"in {folder}; have ...")
+    return text
 
 
 @pytest.mark.parametrize(("typed", "expected"), table(), ids=[typed for typed, _ in table()])

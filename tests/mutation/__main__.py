@@ -26,6 +26,7 @@ from tests.mutation.running import Results, Worker
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
+ROOMS = ("data", "rlhf", "step1_sft", "step2_reward", "step3_ppo")
 RESULTS = ROOT / "build" / "mutants.jsonl"
 LEAST = 0.95
 """share of the mutants that are not equivalent, of which fewer killed is a failure"""
@@ -50,9 +51,12 @@ class Equivalent:
 
 
 def owners() -> dict[str, list[str]]:
-    """Test files by the product file that they own, fast ones first."""
+    """Test files by the product file that they own, fast ones first. A file without a line there has the test of its
+    mirrored path, if there is one: tests/data/read/test_shapes.py for data/read/shapes.py."""
     table: dict[str, list[str]] = tomllib.loads((FOLDER / "owners.toml").read_text(encoding="utf-8"))
-    return table
+    files = (file.relative_to(ROOT) for room in ROOMS for file in sorted((ROOT / room).rglob("*.py")))
+    mirrored = {str(file): f"tests/{file.with_name(f'test_{file.name}')}" for file in files}
+    return {file: [test] for file, test in mirrored.items() if (ROOT / test).is_file()} | table
 
 
 def equivalents() -> list[Equivalent]:

@@ -6,7 +6,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from tests.mutation.__main__ import ROOT, Equivalent, equivalents, owners
+from tests.mutation.__main__ import ROOMS, ROOT, Equivalent, equivalents, owners
 from tests.mutation.mutants import mutants
 from tests.mutation.running import Worker
 
@@ -71,9 +71,16 @@ def test_the_tables_name_files_and_mutants_that_there_are() -> None:
     assert Equivalent(**tomllib.loads(example)["mutant"][0]) in equivalents(), "the example is one of them"
 
 
+def test_a_line_that_says_what_is_so_anyway_is_left_out() -> None:
+    lines = tomllib.loads((ROOT / "tests/mutation/owners.toml").read_text(encoding="utf-8"))
+    mirrored = {file: [f"tests/{Path(file).with_name(f'test_{Path(file).name}')}"] for file in lines}
+    assert {file for file, tests in lines.items() if tests == mirrored[file]} == set()
+    assert owners()["data/prepare/repetition.py"] == ["tests/data/prepare/test_repetition.py"]
+
+
 def test_every_product_file_with_a_function_has_owners() -> None:
     tree = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    rooms = ("rlhf/", "data/", "step1_sft/", "step2_reward/", "step3_ppo/")
+    rooms = tuple(f"{room}/" for room in ROOMS)
     files = [file for file in tree.splitlines() if file.startswith(rooms) and (ROOT / file).is_file()]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     with_functions = {

@@ -126,17 +126,20 @@ class Reinforcement:
             pairs.append((prompts[i], responses[prompts[i]].pop(0)))
             keys.append((self.o["seed"], draw, i, earlier[i]))
             earlier[i] += 1
-        self.require_drawn(network or self.actor.network, pairs, uniforms(keys, self.o["response_length"]).tolist())
+        draws = uniforms(keys, self.o["response_length"]).tolist()
+        self.require_drawn(network or self.actor.network, pairs, draws, f"iteration {draw}")
         return pairs
 
-    def require_drawn(self, network: Network, pairs: list[Pair], draws: list[Row]) -> None:
+    def require_drawn(self, network: Network, pairs: list[Pair], draws: list[Row], where: str) -> None:
         laws = network.distributions([[*p, *r] for p, r in pairs], self.o["temperature"])
         sums = laws.cumsum(-1)
         for b, (prompt, response) in enumerate(pairs):
             for t, token in enumerate(response):
                 state = b, len(prompt) + t - 1, token
                 high, low = sums[state].item(), (sums[state] - laws[state]).item()
-                assert low - NEAR < draws[b][t] < high + NEAR, f"token {t} of response {b} is not the one drawn"
+                assert low - NEAR < draws[b][t] < high + NEAR, (
+                    f"{where}: token {t} of response {b} is not the one drawn"
+                )
 
     def logprobs(self, network: Network, pairs: list[Pair]) -> tuple[list[Tensor], list[Tensor]]:
         """Of the tokens of each response: log-probs, and entropies of what they were drawn from."""

@@ -1,4 +1,6 @@
-"""Stack Exchange: voted answers worked by hand, in the columns of HuggingFaceH4/stack-exchange-preferences."""
+"""Stack Exchange: voted answers worked by hand, in the columns of HuggingFaceH4/stack-exchange-preferences.
+
+The last test has the datasets whose row is texts alone: which column is preferred."""
 
 import json
 from pathlib import Path
@@ -44,3 +46,16 @@ def test_of_many_answers_ten_are_used(answers: int, kept: list[int]) -> None:
     assert [vote for _, vote in ranked.responses] == kept
     [prompt] = ranked.prompt
     assert ranked.group == prompt.content
+
+
+def test_the_columns_of_datasets_of_texts(tmp_path: Path) -> None:
+    made = {
+        "stack_exchange_paired": ({"qid": 7, "question": "q", "response_k": "bad", "response_j": "good"}, "bad"),
+        "synthetic_instruct": ({"prompt": "q", "chosen": " good", "rejected": "bad "}, "bad"),
+        "zhihu_kol": ({"INSTRUCTION": "q", "RESPONSE": "good", "SOURCE": "s", "METADATA": "{}"}, None),
+        "qg_jaquad": ({"question": "q", "sentence": "good", "answer": "a", "paragraph": "good. More."}, None),
+    }
+    for name, (record, rejected) in made.items():
+        (tmp_path / "x.jsonl").write_text(json.dumps(record))
+        (row,) = build("data.sources", name, str(tmp_path / "x.jsonl")).rows("reward")
+        assert (row.prompt[0].content, row.response, row.rejected) == ("q", "good", rejected)
