@@ -5,17 +5,13 @@ A file has digests of requests, and neither a header nor a key.
 """
 
 import asyncio
-import functools
 import hashlib
 import json
 import os
-import ssl
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-from time import time
 
 import httpx2
 
@@ -99,17 +95,12 @@ class Answers:
 
 
 def _client(server: Server) -> httpx2.AsyncClient:
-    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    verify = _certificates() if server.url.startswith("https:") else False
     return httpx2.AsyncClient(
-        headers=headers, verify=verify, timeout=server.timeout, limits=httpx2.Limits(max_connections=None)
+        headers={"Authorization": f"Bearer {server.key}"} if server.key else {},
+        timeout=server.timeout,
+        verify=server.base_url.startswith("https:"),  # reading the certificates takes a third of a second
+        limits=httpx2.Limits(max_connections=None),
     )
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    """Read once: it takes a third of a second."""
-    return httpx2.create_ssl_context()
 
 
 async def _answer(client: httpx2.AsyncClient, server: Server, body: Tree) -> Answer:
@@ -122,7 +113,8 @@ async def _answer(client: httpx2.AsyncClient, server: Server, body: Tree) -> Ans
             if response.is_success:
                 return _read(response.json())
             cause, status = f"got HTTP {response.status_code} ({server.plain(response.text)})", response.status_code
-            pause = _retry_after(response.headers.get("retry-after", "")) or wait
+            seconds = response.headers.get("retry-after", "")
+            pause = float(seconds) if seconds.isdecimal() else wait
         except httpx2.RequestError as error:
             cause, status = f"{type(error).__name__} {server.plain(error)}".strip(), 0
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -140,11 +132,10 @@ async def _answer(client: httpx2.AsyncClient, server: Server, body: Tree) -> Ans
 
 
 def _cure(status: int, body: Tree) -> str:
-    if status in (401, 403):
-        return "set the environment variable that key_env names, OPENAI_API_KEY by default, to a valid key"
-    if status == 404:
-        return f"see that base_url ends as the server's does, mostly in /v1, and that it has a model '{body['model']}'"
-    return "see that the model and the options suit the server; temperature=null and max_tokens=null leave these out"
+    key = "set the environment variable that key_env names, OPENAI_API_KEY by default, to a valid key"
+    path = f"see that base_url ends as the server's does, mostly in /v1, and that it has a model '{body['model']}'"
+    other = "see that the model and the options suit the server; temperature=null and max_tokens=null leave these out"
+    return {401: key, 403: key, 404: path}.get(status, other)
 
 
 def _read(reply: Tree) -> Answer:
@@ -152,16 +143,6 @@ def _read(reply: Tree) -> Answer:
     text = choice["message"].get("content") or ""
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
     return Answer(None if choice.get("finish_reason") == "length" else str(text), int(tokens))
-
-
-def _retry_after(value: str) -> float:
-    """Seconds of the header, which has a number or a date; 0 without either."""
-    try:
-        return (
-            float(value) if value.strip().isdecimal() else max(0.0, parsedate_to_datetime(value).timestamp() - time())
-        )
-    except ValueError:
-        return 0.0
 
 
 def _digest(url: str, body: Tree) -> str:

@@ -282,7 +282,5 @@ def test_a_tracker_that_lacks_a_function_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     half = "from rlhf.config import Config\nclass Half:\n def start(self, run): ...\ndef build(config): return Half()\n"
     Path("half.py").write_text(half)
-    with pytest.raises(
-        UserError, match=r"half\.py: build returned .* Half, which has no function log_config"
-    ):
+    with pytest.raises(UserError, match=r"half\.py: build returned .* Half, which has no function log_config"):
         trackers.check_trackers(["half.py"])
