@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from data.prepare.mixture import open_origin
+from data.sources.files import parse
 from rlhf import adapters, cli, console, errors, generation, plugins, rewards
 from rlhf.chain import command
 from rlhf.chain.options import overlay, read, require_agreement
@@ -28,6 +30,7 @@ from rlhf.evaluation import evaluate, pairs
 from rlhf.launch import hosts, launcher
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.models.splitting import check_split, replicas
+from rlhf.text.messages import read_message
 from rlhf.text.prompt_file import read_prompts
 from rlhf.text.templates import find_template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
@@ -182,6 +185,9 @@ KINDS: Mapping[str, Callable[[str], object]] = {
     ),
     "--model": _in_file("model.yaml", load_tokenizer),
     "--prompts": _in_file("p.jsonl", read_prompts, b'{"prompt": "good"}\n'),
+    "--data-path": open_origin,
+    "row": lambda typed: parse(json.loads(typed), "f:1"),
+    "message": lambda typed: read_message(json.loads(typed), "here"),
     "--config": _in_file("a.yaml", lambda name: read(["--config", name])),
     "--deepspeed": _deepspeed,
     "--hostfile": _hosts,

@@ -49,21 +49,6 @@ def test_what_is_there_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert parse_data_path("own.py") == ("own.py", "", None)
 
 
-@pytest.mark.parametrize(
-    ("data_path", "message"),
-    [
-        ("dmeo", r"no 'dmeo' in data.sources; have .*did you mean 'demo'"),
-        ("hh-rlhf:x.jsonl", "did you mean 'hh_rlhf'"),
-        ("demo,row=3", r"no option 'row' \(did you mean 'rows'\?\)"),
-        ("absent.jsonl", "absent.jsonl: no such file or directory"),
-        ("absent.py", "absent.py: no such Python file"),
-    ],
-)
-def test_mistaken_data_paths(data_path: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        open_origin(data_path)
-
-
 def test_a_loading_script_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("squad.py").write_text("import datasets\nraise SystemExit\nclass S(datasets.GeneratorBasedBuilder): ...\n")

@@ -46,12 +46,6 @@ def test_a_row_without_a_learned_turn_serves_as_a_prompt_only(flag: str) -> None
     assert isinstance(pair, Row) and unusable_reason(pair, "reward") == "weight 0"
 
 
-@pytest.mark.parametrize("value", [0.5, "0", -1, [1], 2])
-def test_a_flag_is_zero_or_one(value: Any) -> None:
-    with pytest.raises(UserError, match=r"f\.jsonl:3: messages\[1\]\.weight: got .*, expected 0 or 1, true or false"):
-        read(ASK, {**SAY, "weight": value})
-
-
 def test_the_weight_of_a_row() -> None:
     assert read(ASK, SAY, weight=0.25).weight == 0.25
     assert read(ASK, SAY, weight=None).weight == 1
@@ -96,26 +90,6 @@ def test_calls_as_share_gpt_writes_them() -> None:
     call = Message("assistant", "", {"tool_calls": [{"type": "function", "function": LOOK}]})
     assert row.prompt == (Message("user", "q"), call, Message("tool", "42"))
     assert (row.response, row.variables) == ("It is 42.", {"tools": [{"name": "look"}]})
-
-
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        ({**SAY, "tool_calls": "look"}, r"tool_calls: got \"look\", expected a list of calls"),
-        ({**SAY, "tool_calls": [{"function": {}}]}, r"tool_calls\[0\]: got .*, expected a call with the name"),
-        (
-            {**SAY, "tool_calls": [{"name": "f", "arguments": "{"}]},
-            r"tool_calls\[0\]\.arguments: got .*expected JSON",
-        ),
-        ({"from": "function_call", "value": "look"}, r"value: got .*, expected JSON"),
-        ({"role": "assistant", "content": None}, r"content: got null, expected text"),
-        ({"role": "assistant", "content": [{"type": "image_url"}]}, r"content: got .*, expected text"),
-        ({"role": "narrator", "content": "x"}, r"got the role \"narrator\", expected system, user, assistant or tool"),
-    ],
-)
-def test_mistakes_have_a_place(message: dict[str, Any], error: str) -> None:
-    with pytest.raises(UserError, match=rf"here\.?:? ?\.?{error}|here\.{error}"):
-        read_message(message, "here")
 
 
 def test_content_in_parts_of_text_is_joined() -> None:

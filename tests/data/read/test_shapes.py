@@ -9,7 +9,6 @@ from data.read.records import Unusable
 from data.read.shapes import SHAPES, Shape, match_shape
 from data.read.table import Labelled, Ranked, Unanswered, phase_rows
 from data.sources.files import parse
-from rlhf.errors import UserError
 from rlhf.types import Message, Row
 
 ASK = {"role": "user", "content": "q"}
@@ -323,52 +322,6 @@ UNUSABLE = (
 def test_sound_records_of_no_use(record: dict[str, Any], message: str) -> None:
     with pytest.raises(Unusable, match=message):
         parse(record, "f:1")
-
-
-MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
-    ({}, "got the columns none; expected one of: prompt/"),
-    ({"prompt": "q", "chosen": "x", "rejected": None}, "rejected: got null, expected text"),
-    ({"chosen": "Blue", "rejected": "Black"}, "chosen: got no prompt before it, and there is no column"),
-    ({"chosen": "It is blue.", "rejected": "It is green.", "query": "Which?"}, "got no prompt before it"),
-    ({"chosen": [ONE], "rejected": [TWO]}, "chosen: got no prompt before it, and there is no column"),
-    ({"chosen": [ASK, ONE], "rejected": [TWO, TWO]}, "chosen and rejected differ before their last message"),
-    ({"prompt": "q", "chosen": [ASK], "rejected": [TWO]}, "last message of role 'user', expected 'assistant'"),
-    ({"prompt": "r", "chosen": [ASK, ONE], "rejected": [ASK, TWO]}, "prompt: got text that is in no turn of the dial"),
-    ({"message_tree_id": "a", "tree_state": "x", "prompt": {}}, "those of a published dataset; write oasst1:PATH"),
-    ({"prompt": {"a": 1}, "response": "x"}, 'prompt: got {"a": 1}, expected text'),
-    ({"messages": "x\ny"}, r'messages: got "x\ny", expected a list of messages'),
-    ({"messages": [3]}, "messages[0]: got 3, expected a message {role, content}"),
-    ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0]: got {"),
-    ({"messages": [{"role": "narrator", "content": "x"}]}, 'messages[0]: got the role "narrator", expected system'),
-    ({"instruction": "x", "output": "y", "input": 3}, "input: got 3, expected text"),
-    ({"instruction": "x", "output": "y", "history": "z"}, 'history: got "z", expected a list of pairs'),
-    ({"instruction": "x", "output": "y", "history": [["q"]]}, 'history[0]: got ["q"], expected a pair [user'),
-    ({"instruction": "x", "output": ["y", 3]}, "output[1]: got 3, expected text"),
-    ({"prompt": "q", "responses": "x"}, 'responses: got "x", expected a list of responses'),
-    ({"prompt": "q", "responses": ["x"], "scores": [1, 2]}, "scores: got [1, 2], expected 1 numbers"),
-    ({"prompt": "q", "responses": ["x"], "scores": [float("nan")]}, "scores[0]: got NaN, expected a number"),
-    ({"prompt": "q", "chosen": "x"}, "no column 'rejected' beside 'chosen'; have prompt, chosen; if the rows"),
-    ({"prompt": "q", "choosen": "x", "rejected": "y"}, "if 'choosen' is it, write files,chosen=choosen:PATH; if the"),
-    ({"prompt": "q", "rejected": "x", "n": 1}, "no column 'chosen' beside 'rejected'; have prompt, rejected, n;"),
-    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": "much"}, 'margin: got "much", expected a number'),
-    ({"prompt": "q", "chosen": "x", "rejected": "y", "margin": 10**400}, "margin: got 1000"),
-    ({"prompt": "q", "response_a": "x", "response_b": "y", "preference": "yes"}, 'preference: got "yes", expected a'),
-    ({"prompt": "q", "response": "x", "label": None}, "label: got null, expected true or false"),
-    ({"messages": [ASK], "label": True}, "got a label but no single response"),
-    ({"text": "a", "prompt": "b"}, "columns fit the shapes text and prompt; choose one, as in files,shape=text:PATH"),
-    ({"prompt": "a", "response": "b", "completion": "c"}, "the columns fit the shapes prompt-completion and"),
-    ({"prompt": "q", "chosen": "a", "rejected": "b", "responses": []}, "fit the shapes prompt-chosen-rejected and"),
-    ({"instruction": "x", "output": "y", "response": "z"}, "fit the shapes instruction-response and"),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("record", "message"), MISTAKES)
-def test_mistaken_records(record: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as error:
-        parse(record, "f:1")
-    assert str(error.value).startswith("f:1: ")
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("margin", "cell"), [(2, 2.0), (0.5, 0.5), ("-1.5", -1.5), ("3", 3.0), (None, None), ("", "")])

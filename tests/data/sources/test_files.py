@@ -122,11 +122,6 @@ def test_a_part_may_be_named_by_a_number() -> None:
     assert (config.subset, config.split) == ("0625", "2024")
 
 
-def test_a_path_is_required() -> None:
-    with pytest.raises(UserError, match=r"^got no path, expected a file"):
-        build("data.sources", "files", "")
-
-
 # --- real files
 
 
