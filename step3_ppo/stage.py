@@ -180,8 +180,8 @@ def describe_left_out(prompts: int, config: Step3Config) -> None:
     size = config.batch_size // config.num_generations
     if prompts % size and iterations(config) >= prompts // size:
         console.say(
-            f"{STAGE.name}: {prompts % size} of the {prompts} prompts are left out of a pass over them, others in each "
-            f"pass, because every iteration takes {size}"
+            f"{STAGE.name}: each pass over the {prompts} prompts leaves out {prompts % size}, others each time, "
+            f"because an iteration takes {size}"
         )
 
 

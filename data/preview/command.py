@@ -66,7 +66,7 @@ def preview(options: PreviewConfig) -> list[str]:
         if datasets is not None:
             screen.show(datasets, recipe, options.rows)
         if error:
-            errors.append(error if datasets is None else f"{error}; above are all rows that {phase} can use")
+            errors.append(error if datasets is None else f"{error}; the tables above show what {phase} could use")
     return list(dict.fromkeys(errors))
 
 

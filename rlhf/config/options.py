@@ -181,17 +181,17 @@ class OwnEngineOptions(Config):
     """Engine options of one of several trained models; those that are not set follow the shared ones."""
 
     zero_stage: Literal[0, 1, 2, 3] | None = None
-    """its own --zero-stage"""
+    """--zero-stage for this model"""
     offload_optimizer: Flag = None
-    """its own --offload-optimizer"""
+    """--offload-optimizer for this model"""
     offload_param: Flag = None
-    """its own --offload-param"""
+    """--offload-param for this model"""
     gather_whole: Flag = None
-    """its own --gather-whole"""
+    """--gather-whole for this model"""
     gradient_checkpointing: Flag = None
-    """its own --gradient-checkpointing"""
+    """--gradient-checkpointing for this model"""
     quantize: Quantize | None = None
-    """its own --quantize"""
+    """--quantize for this model"""
 
     def override(self, shared: E) -> E:
         """The shared options, replaced by those that this model sets."""
@@ -207,11 +207,11 @@ class FrozenOptions(Config):
     offload: bool = False
     """keep its weights in CPU memory between uses"""
     gather_whole: Flag = None
-    """its own --gather-whole"""
+    """--gather-whole for this model"""
     torch_compile: Flag = None
-    """its own --torch-compile"""
+    """--torch-compile for this model"""
     quantize: Quantize | None = None
-    """its own --quantize; by default that of the trained model"""
+    """--quantize for this model; by default that of the trained model"""
 
     def follow(self, trained: EngineOptions) -> "FrozenOptions":
         """These options; those that are not set follow the options of a trained model."""

@@ -70,9 +70,9 @@ def power(prompts: int, deviation: float | None = None) -> str:
     gain = factor / math.sqrt(prompts)
     unit = 10.0 ** math.floor(math.log10(gain * 0.8))
     smaller = unit * max(step for step in (1, 2, 5) if step * unit <= gain * 0.8)
-    of = " standard deviations of a prompt's gain" if deviation is None else ""
+    of = " standard deviations" if deviation is None else ""
     needed = math.ceil((factor / smaller) ** 2)
-    return f"{prompts:,} prompts show a gain of {gain:.2g}{of} or more (4 times of 5); {smaller:.2g} needs {needed:,}"
+    return f"{prompts:,} prompts detect a gain of {gain:.2g}{of} in 80 % of runs; {smaller:.2g} needs {needed:,}"
 
 
 def pair_wins(first: Tensor, second: Tensor, same: Tensor) -> Tensor:

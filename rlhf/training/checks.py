@@ -64,7 +64,8 @@ def check_trunk(options: EngineOptions, base: str) -> None:
         return
     if base.endswith((".yaml", ".yml")):
         raise UserError(
-            f"--share-trunk: model '{base}' has new weights, which nobody would train; expected trained ones"
+            f"--share-trunk: model '{base}' is made with random weights, which adapters leave as they are; "
+            "expected a trained model"
         )
     if is_adapter(Path(base)):
         raise UserError(f"--share-trunk: model '{base}' is an adapter, expected its base model '{base_of(base)}'")

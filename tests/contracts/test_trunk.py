@@ -360,7 +360,7 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
         ({"reference": FrozenOptions(offload=True)}, none, "reference: got engine options with --share-trunk"),
         ({"critic": OwnEngineOptions(quantize="fp4")}, none, "critic.quantize: got its own value with --share-trunk"),
         ({"actor": OwnEngineOptions(gradient_checkpointing=True)}, none, "actor.gradient_checkpointing: got its own"),
-        ({**starts, "actor_model": "demo.yaml"}, starts, "has new weights, which nobody would train"),
+        ({**starts, "actor_model": "demo.yaml"}, starts, "is made with random weights"),
     ]
     for changes, starts_of_models, message in wrong:
         with pytest.raises(UserError, match=message) as refused:

@@ -153,7 +153,7 @@ def test_too_few_rows_to_divide_are_shown_and_refused(run: Any, tmp_path: Path, 
     assert code == 2
     for phase in ("sft", "reward", "ppo"):
         assert f"{phase}: 1 rows to train on, 0 held out" in printed and f"{phase} row 1: " in printed
-        assert f"above are all rows that {phase} can use\n" in message
+        assert f"the tables above show what {phase} could use\n" in message
     assert message.count(f"error: {path}: 0 usable rows for ") == 3 == message.count("\n")
 
 
