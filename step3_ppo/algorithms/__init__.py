@@ -40,8 +40,9 @@ class Iteration:
 class Algorithm(Protocol):
     """The contract of an algorithm. Shapes: B rollouts, T response tokens.
 
-    `credit` and `policy_loss` are required; members with a default are optional. In a loss, the rollout and the credit are those of one micro-batch, and `count` is the number of response
-    tokens of the whole optimizer step: the losses and metrics of all micro-batches are added.
+    `credit` and `policy_loss` are required; members with a default are optional. In a loss, the rollout and the credit
+    are those of one micro-batch, and `count` is the number of response tokens of the whole optimizer step: the losses
+    and metrics of all micro-batches are added.
     """
 
     value_loss: Callable[[Tensor, ScoredRollout, Credit, Tensor, Iteration], Loss] | None = None
