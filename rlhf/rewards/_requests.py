@@ -62,16 +62,17 @@ class Answers:
         self._server, self._counts, self._folder = server, counts, folder
         self._file = None if folder is None else _File(folder)
         rows = () if folder is None else answer_rows(folder)
-        self._known = {row["request"]: Answer(row["text"], row["tokens"]) for row in rows}
+        self._texts: dict[str, str | None] = {row["request"]: row["text"] for row in rows}
 
-    def ask(self, bodies: Sequence[Tree]) -> list[Answer]:
-        """The answer to each request. Raises: UserError if the server has none; the answers until then are kept."""
+    def ask(self, bodies: Sequence[Tree]) -> list[str | None]:
+        """The text of the answer to each request, None if it was cut. Raises: UserError if the server has none; the
+        answers until then stay."""
         digests = [_digest(self._server.url, body) for body in bodies]
-        new = {digest: body for digest, body in zip(digests, bodies, strict=True) if digest not in self._known}
+        new = {digest: body for digest, body in zip(digests, bodies, strict=True) if digest not in self._texts}
         self._counts[CACHED] += len(bodies) - len(new)
         if new:
             asyncio.run(self._ask_all(new))
-        return [self._known[digest] for digest in digests]
+        return [self._texts[digest] for digest in digests]
 
     async def _ask_all(self, bodies: Mapping[str, Tree]) -> None:
         server = self._server
@@ -80,7 +81,7 @@ class Answers:
         async def ask(digest: str, body: Tree) -> None:
             async with turns:
                 answer = await _answer(client, server, body)
-            self._known[digest] = answer
+            self._texts[digest] = answer.text
             self._counts.update({REQUESTS: 1, TOKENS: answer.tokens})
             if self._file is not None:
                 self._file.append({"request": digest, "model": body["model"], **asdict(answer)})
@@ -113,7 +114,7 @@ async def _answer(client: httpx2.AsyncClient, server: Server, body: Tree) -> Ans
             if response.is_success:
                 return _read(response.json())
             cause, status = f"got HTTP {response.status_code} ({server.plain(response.text)})", response.status_code
-            seconds = response.headers.get("retry-after", "")
+            seconds = str(response.headers.get("retry-after"))
             pause = float(seconds) if seconds.isdecimal() else wait
         except httpx2.RequestError as error:
             cause, status = f"{type(error).__name__} {server.plain(error)}".strip(), 0

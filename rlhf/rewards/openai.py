@@ -18,7 +18,7 @@ from rlhf.config.secrets import refuse_secrets
 from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.rewards import CACHED, NO_SCORE, REQUESTS, TOKENS, UNREAD, Context
-from rlhf.rewards._requests import Answer, Answers, Server
+from rlhf.rewards._requests import Answers, Server
 from rlhf.text.prompt_file import format_prompt, prompt_text
 from rlhf.text.templates import THOUGHT_END
 from rlhf.types import Metrics, Row, Samples
@@ -198,7 +198,7 @@ class Judge:
         if unread == len(values) >= ENOUGH:
             raise UserError(
                 f"reward 'openai': none of {unread} answers of '{self._config.model}' can be read, as "
-                f"{(answers[0].text or 'one that was cut at max_tokens')[-80:]!r}; expected "
+                f"{(answers[0] or 'one that was cut at max_tokens')[-80:]!r}; expected "
                 f"{'a verdict' if self.compare else 'a rating'} in the last line; change prompt, or raise max_tokens"
             )
         return [NO_SCORE if value is None else value for value in values]
@@ -215,9 +215,9 @@ def _share_of_second(line: str) -> float | None:
     return None if match is None else SHARES.get(match[1].lower(), 0.5)
 
 
-def last_line(answer: Answer) -> str:
+def last_line(answer: str | None) -> str:
     """The last line of an answer after its thought; empty if it was cut, or its thought has no end."""
-    text = answer.text or ""
+    text = answer or ""
     if THOUGHT_END not in text and "<think>" in text:
         return ""
     return text.rpartition(THOUGHT_END)[2].strip().rpartition("\n")[2]

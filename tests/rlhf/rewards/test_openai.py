@@ -14,7 +14,7 @@ import torch
 from rlhf import rewards
 from rlhf.errors import UserError
 from rlhf.rewards import NO_SCORE, Context, Opened, _requests, openai
-from rlhf.rewards._requests import Answer, Answers, Server
+from rlhf.rewards._requests import Answers, Server
 from rlhf.types import Message, Row
 from tests.rlhf.rewards import responses
 from tests.support import judges
@@ -40,7 +40,7 @@ def opened(judge: Judge, folder: Path | None = None, options: str = "") -> Opene
     return rewards.open_unchecked(f"openai,base_url={judge.url},model=m{options}", context(folder))
 
 
-def ask(judge: Judge, texts: list[str], folder: Path | None = None, **options: Any) -> list[Answer]:
+def ask(judge: Judge, texts: list[str], folder: Path | None = None, **options: Any) -> list[str | None]:
     server = Server(**{"base_url": judge.url, "key": None, "concurrency": 4, "retries": 3, "timeout": 5.0, **options})
     return Answers(server, Counter(), folder).ask([body(text) for text in texts])
 
@@ -144,8 +144,9 @@ def test_an_answer_that_was_cut_is_not_read(judge: Judge) -> None:
 
 def test_a_judge_that_never_gives_a_rating_ends_the_run(judge: Judge) -> None:
     judge.model = lambda _: "I am sorry."
-    r = responses.rollout()[torch.tensor([0, 1, 2] * 3)]
-    with pytest.raises(UserError, match=r"none of 9 answers of 'm' can be read, as 'I am sorry\.'; expected a rating"):
+    r = responses.rollout()[torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])]
+    assert opened(judge)(responses.samples(r[torch.arange(7)])).tolist() == [NO_SCORE] * 7
+    with pytest.raises(UserError, match=r"none of 8 answers of 'm' can be read, as 'I am sorry\.'; expected a rating"):
         opened(judge)(responses.samples(r))
 
 
@@ -205,7 +206,7 @@ def fault(status: int, text: str = "", **headers: str) -> Any:
 )
 def test_what_may_pass_is_tried_again(judge: Judge, reply: Any) -> None:
     judge.faults += [reply, reply]
-    assert ask(judge, ["a"]) == [Answer("Reasons.\nScore: 1.1", 3)]
+    assert ask(judge, ["a"]) == ["Reasons.\nScore: 1.1"]
     assert len(judge.bodies) == 3
 
 
@@ -216,10 +217,15 @@ def test_it_waits_as_long_as_the_server_says(judge: Judge, monkeypatch: pytest.M
         waits.append(seconds)
 
     monkeypatch.setattr("rlhf.rewards._requests.asyncio.sleep", sleep)
-    judge.faults += [fault(500), fault(429, retry_after="40"), fault(500, retry_after="soon")]
-    assert ask(judge, ["a"])
-    assert waits == [0.01, 40.0, 0.04]
-    judge.faults += [fault(429, retry_after="86400")]
+    judge.faults += [
+        fault(500),
+        fault(429, retry_after="40"),
+        fault(500, retry_after="soon"),
+        fault(429, retry_after="600"),
+    ]
+    assert ask(judge, ["a"], retries=4)
+    assert waits == [0.01, 40.0, 0.04, 600.0]
+    judge.faults += [fault(429, retry_after="601")]
     with pytest.raises(UserError, match="HTTP 429"):
         ask(judge, ["a"])
 
@@ -230,7 +236,7 @@ def test_a_server_that_stalls_is_tried_again(judge: Judge) -> None:
         return 500, {}, ""
 
     judge.faults.append(stall)
-    assert ask(judge, ["a"], timeout=0.3) == [Answer("Reasons.\nScore: 1.1", 3)]
+    assert ask(judge, ["a"], timeout=0.3) == ["Reasons.\nScore: 1.1"]
     judge.faults += [stall] * 2
     with pytest.raises(UserError, match=r"/v1: ReadTimeout, expected an answer \(2 tries of 0\.3 s\); .* raise time"):
         ask(judge, ["a"], timeout=0.3, retries=1)
@@ -286,7 +292,7 @@ def test_nothing_is_asked_twice_and_what_was_answered_is_kept(judge: Judge, tmp_
     assert len(judge.bodies) == 8
     judge.model = judges.words
     answers = ask(judge, [*texts, *texts], tmp_path)
-    assert [each.text for each in answers] == [judges.words(text) for text in texts] * 2
+    assert answers == [judges.words(text) for text in texts] * 2
     assert Counter(judge.questions) == dict.fromkeys(texts, 1) | {texts[5]: 2}
     assert rewards.cost(tmp_path) == (8, 8 * 3)
 
