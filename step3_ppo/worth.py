@@ -46,11 +46,12 @@ COLUMNS = "scores", "judge"
 
 
 def size(responses: int, prompts: int, ranks: int) -> tuple[int, int]:
-    """(P, responses to a prompt beside that of the evaluation) for a run of so many responses; the latter may be 0."""
+    """(P, responses to a prompt beside that of the evaluation) for a run of so many responses; the latter may be 0, as
+    of one prompt, whose interval would be infinite."""
     budget = responses // SHARE
     p = min(prompts, max(PROMPTS, ranks, budget // (WANTED - 1)))
     more = min(budget // p, MOST - 1)
-    return p, more if more >= FEWEST - 1 else 0
+    return p, more if p > 1 and more >= FEWEST - 1 else 0
 
 
 def measure(

@@ -163,11 +163,12 @@ def judge(run: RunRecord) -> Verdict:
     rules = _words_alone(run)
     cautions = (*rules, *_unfinished(run))
     if not by_samples:
-        headline = (
-            f"{stage.directory.name} has no evaluation after training yet."
-            if compared
-            else f"{stage.directory.name}: " + "; ".join(f"{c.result.label} {_from_to(c)}" for c in results[:2]) + "."
-        )
+        name = stage.directory.name
+        headline = f"{name}: " + "; ".join(f"{c.result.label} {_from_to(c)}" for c in results[:2]) + "."
+        if compared and any(change.prompts for change in results):
+            headline = f"{name} held out one prompt, and a verdict needs two or more: give it more rows."
+        elif compared:
+            headline = f"{name} has no evaluation after training yet."
         return Verdict(headline, "unsure" if compared else "", tuple(stale.values()), cautions)
     first = by_samples[0]
     assert first.gain is not None

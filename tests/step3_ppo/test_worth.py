@@ -39,6 +39,8 @@ def score(prompts, responses):
         (40_960, 85, 1, (65, 63)),
         (1_000_000, 200, 8, (200, 255)),
         (4096, 8, 4, (8, 51)),
+        (4096, 2, 1, (2, 204)),
+        (4096, 1, 1, (1, 0)),  # one prompt has no interval
     ],
 )
 def test_at_most_a_tenth_of_the_responses(responses: int, prompts: int, ranks: int, size: tuple[int, int]) -> None:

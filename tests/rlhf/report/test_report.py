@@ -242,6 +242,10 @@ def test_every_kind_of_run_has_a_report(tmp_path: Path) -> None:
     """One stage alone, no evaluation yet, a line cut short, no data.json, no manifest, an empty file of options."""
     recorded_runs.supervised(tmp_path / "one/step1_sft", {"eval_perplexity": 4.0})
     assert "perplexity of held-out responses 8 → 4" in Reader(rendered(tmp_path / "one")).text
+    samples = recorded_runs.run(tmp_path / "single") / "step3_ppo/samples.jsonl"
+    samples.write_text(samples.read_text().splitlines()[-1] + "\n")
+    single = Reader(rendered(tmp_path / "single")).text
+    assert "step3_ppo held out one prompt, and a verdict needs two or more: give it more rows." in single
     out = recorded_runs.run(tmp_path / "cut")
     stage = out / "step3_ppo"
     lines = (stage / "metrics.jsonl").read_text().splitlines()
