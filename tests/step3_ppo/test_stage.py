@@ -233,7 +233,7 @@ def test_an_exception_of_a_reward_function_is_one_line_with_its_row(
     argv = ["step3_ppo", "--config", str(tmp_path / "options.yaml"), "--output-dir", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as leaving:
-        ppo_program.main()
+        ppo_program.process()
     line = programs.without_status(capsys.readouterr().err)
     assert leaving.value.code == 2 and line.count("\n") == 1 and "Traceback" not in line
     assert f"{source}:7: in one: KeyError: 'fox', for prompt " in line

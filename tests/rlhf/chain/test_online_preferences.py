@@ -54,10 +54,10 @@ SMALL: dict[str, list[str]] = {
     "rlhf evaluate": [*SHORT, "--dtype", "fp32"],
 }  # fmt: skip
 MAINS = {
-    "step1_sft": sft.main,
-    "step2_reward": reward.main,
-    "step3_ppo": ppo.main,
-    "rlhf pairs": pairs.main,
+    "step1_sft": sft.process,
+    "step2_reward": reward.process,
+    "step3_ppo": ppo.process,
+    "rlhf pairs": pairs.process,
     "rlhf evaluate": evaluate.main,
 }
 

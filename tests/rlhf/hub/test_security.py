@@ -51,7 +51,7 @@ def refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, ran: Path
 ) -> Callable[[Path], str]:
     """`python -m step1_sft --model PLACE`, which must end with code 2 and one line; that line."""
-    run: Run = runner("step1_sft", sft.main, monkeypatch, capsys)
+    run: Run = runner("step1_sft", sft.process, monkeypatch, capsys)
     (tmp_path / "x.jsonl").write_text("".join(f'{{"prompt": "w{i}", "response": "w{i} w5"}}\n' for i in range(4, 60)))
     data = ["--data-path", str(tmp_path / "x.jsonl"), "--data-split", "1,0,0", "--max-eval-rows", "4"]
     sizes = ["--batch-size", "4", "--max-length", "32", "--max-prompt-length", "16", "--dtype", "fp32"]
