@@ -57,7 +57,7 @@ MAINS = {
     "step1_sft": sft.process,
     "step2_reward": reward.process,
     "step3_ppo": ppo.process,
-    "rlhf pairs": pairs.process,
+    "rlhf pairs": pairs.main,
     "rlhf evaluate": evaluate.main,
 }
 
