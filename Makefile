@@ -32,8 +32,9 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c
 .PHONY: help install demo test test-ranks test-compiled test-latest test-oldest test-avx2 test-long test-faults test-browser test-kernels test-vllm mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 
+##@ start
 help:  ## this list
-	@awk -F ':.*## *' '/^[a-z0-9-]+:.*## / { printf "  make %-11s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## *' '/^##@/ { print substr($$0, 5) } /^[a-z0-9-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  with PYTHON=python3.12 for another Python, TORCH_INDEX=URL for another build of torch, ARGS='...' for demo, test, mutants, bench, gpu and bench-data"
 
 install: $(INSTALLED)  ## the virtual environment, with the versions of constraints.txt
@@ -41,6 +42,7 @@ install: $(INSTALLED)  ## the virtual environment, with the versions of constrai
 demo: $(INSTALLED)  ## the whole pipeline on a tiny model: minutes on a laptop
 	$(PY) train.py $(ARGS)
 
+##@ test
 test: $(INSTALLED)  ## the test suite, but for what the next two have
 	$(PY) $(SUITE) $(ARGS)
 
@@ -74,6 +76,7 @@ test-kernels: $(INSTALLED) $(KERNELS)/.installed  ## Triton's kernels for GPUs, 
 test-vllm: $(VLLM)/.installed  ## rollouts by vLLM itself, on a CPU: some minutes, and 3 GB for its environment
 	$(VLLM)/bin/python -m pytest -m vllm tests/rlhf/generation/test_vllm_itself.py $(ARGS)
 
+##@ check
 mutants: $(INSTALLED)  ## whether tests fail when one operator, number or argument is wrong: an hour, goes on where it stopped
 	$(PY) -m tests.mutation $(ARGS)
 
@@ -86,6 +89,7 @@ format: $(INSTALLED)  ## mend the style
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
+##@ measure
 bench: $(INSTALLED) $(SMOLLM2)  ## everything measured beside what others use, into benchmarks/results/: 40 minutes
 	$(PY) -m benchmarks.peers
 	$(foreach name,$(BENCHMARKS),$(PY) -m benchmarks.$(name) $(ARGS) &&) true
@@ -97,6 +101,7 @@ gpu: $(INSTALLED)  ## what only a GPU can answer, into build/gpu/, at most 2 min
 bench-data: $(INSTALLED)  ## what tokenised data costs, into benchmarks/results/data.json: two minutes
 	$(PY) -m benchmarks.data $(ARGS)
 
+##@ documentation, a model, disk
 docs: $(DOCS)  ## the documentation as a site in build/docs; installs mkdocs on the first call
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file docs/site/mkdocs.yml
 

@@ -21,15 +21,19 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "reward": ("step2_reward.__main__", (), "step 2 alone: the reward model"),
     "ppo": ("step3_ppo.__main__", (), "step 3 alone: reinforcement learning"),
     "preview": ("data.preview.command", (), "the rows of your data as a model will see them"),
+    "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
     "verify": ("rlhf.chain.verify", (), "whether the numbers of a run hold when plain transformers computes them"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "evaluate-reward": ("step2_reward.evaluate_reward", (), "how well reward models order the pairs of a file"),
-    "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "chat": ("rlhf.chain.chat", (), "talk to the policies of a run, compare them, and vote"),
     "export": ("rlhf.chain.export", (), "a plain model of an adapter, merged into its base model"),
 }
 """by verb: the module with the program's `main`, options that are always added, and a description"""
+
+
+HEADINGS = {"train": "train", "report": "look", "export": "share"}
+"""the title of a group of verbs, by its first"""
 
 
 def require_own_packages() -> None:
@@ -52,8 +56,11 @@ def require_own_packages() -> None:
 
 def usage() -> str:
     """The text of `rlhf --help`."""
-    verbs = "".join(f"  {verb:<16}{description}\n" for verb, (_, _, description) in VERBS.items())
-    return f"usage: rlhf VERB [options]\n\n{verbs}\nrlhf VERB --help lists the options of a verb."
+    text = ""
+    for verb, (_, _, description) in VERBS.items():
+        text += f"\n{HEADINGS[verb]}:\n" if verb in HEADINGS else ""
+        text += f"  {verb:<16}{description}\n"
+    return f"usage: rlhf VERB [options]\n{text}\nrlhf VERB --help lists the options of a verb."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
