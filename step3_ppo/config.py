@@ -69,11 +69,11 @@ STAGE = Declaration(
         ),
         results=(
             Result("eval_judge", "judge", "judge", "judge", independent=True),
+            Result("eval_score", "score", "score", "reward"),
+            Result("eval_kl", "KL from the reference, nats"),
             Result("eval_judge_first_place", "verdicts of the judge for the first place", share=True),
             Result("eval_judge_flipped", "verdicts of the judge that change with the order", share=True),
             Result("eval_judge_unread", "responses without a score of the judge", share=True),
-            Result("eval_score", "score", "score", "reward"),
-            Result("eval_kl", "KL from the reference, nats"),
             Result("eval_response_length", "response length, tokens"),
             Result("eval_ended", "responses that end", share=True),
             Result("eval_distinct_2", "distinct pairs of tokens", share=True),

@@ -327,6 +327,8 @@ def _mapping(available: frozenset[str], shapes: list[Shape]) -> str:
         return _content(shape), shape.columns[0] in available, len(shape.columns), -len(renamed[shape])
 
     best = max(renamed, key=fitness)
+    if shapes and best.responses == SINGLE and LABEL not in best.columns:
+        return ""  # prompts with an answer, which a reward function may read
     options = renamed[best]
     if _fitting(available - {*options.values()} | {*options}, None, frozenset(options)) != [best]:
         options = {"shape": best.name, **options}

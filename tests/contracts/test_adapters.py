@@ -20,7 +20,6 @@ from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("ranks")
 
-ADAPTER = "lora"
 ROWS = tiny.sequences([12, 20, 17], prompts=[3, 9, 1])
 families = pytest.mark.parametrize("family", tiny.FAMILIES)
 
@@ -55,11 +54,11 @@ def test_layers_whose_weights_a_kernel_reads_itself_are_left_as_they_are(family:
 
 
 @families
-def test_merged_weights_say_what_wrapped_ones_do(family: str) -> None:
+def test_merged_weights_say_what_wrapped_ones_do(family: str, adapter: str = "lora") -> None:
     plain = tiny.causal_lm(family)
-    wrapped = disturbed(adapters.wrap(copy.deepcopy(plain), ADAPTER))
+    wrapped = disturbed(adapters.wrap(copy.deepcopy(plain), adapter))
     merged = copy.deepcopy(plain)
-    state = full_state(wrapped, ADAPTER)
+    state = full_state(wrapped, adapter)
     assert set(state) == set(plain.state_dict())
     merged.load_state_dict(state)
     assert greatest(logprobs(Policy(merged)) - logprobs(Policy(wrapped))) < 1e-5
@@ -67,11 +66,11 @@ def test_merged_weights_say_what_wrapped_ones_do(family: str) -> None:
 
 
 @families
-def test_with_the_adapter_off_it_is_the_reference(family: str) -> None:
+def test_with_the_adapter_off_it_is_the_reference(family: str, adapter: str = "lora") -> None:
     expected = logprobs(Policy(tiny.causal_lm(family)))
-    actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), ADAPTER)))
+    actor = Policy(disturbed(adapters.wrap(tiny.causal_lm(family), adapter)))
     changed = logprobs(actor)
     frozen: Any = FrozenEngine(actor, FrozenOptions(), torch.float32)
-    with Reference(adapters.open_adapter(ADAPTER)).inference(frozen) as reference:
+    with Reference(adapters.open_adapter(adapter)).inference(frozen) as reference:
         assert torch.equal(logprobs(reference), expected)
     assert torch.equal(logprobs(actor), changed) and greatest(changed - expected) > 1e-2

@@ -136,8 +136,8 @@ def test_padding_of_the_prompt_changes_no_token(backend: str, family: str) -> No
 def test_logprobs_with_other_options_are_those_of_the_tempered_distribution(backend: str) -> None:
     """Those of the softmax of the logits over the temperature, whatever options of its own the backend has."""
     own = {*plugins.find("rlhf.generation", backend).Config.model_fields} - {*BackendOptions.model_fields}
-    assert own == {*OTHER_OPTIONS[backend]}, "a value other than the default for each option of the backend"
-    options = {"name": backend, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, **OTHER_OPTIONS[backend]}
+    assert own == {*OTHER_OPTIONS.get(backend, {})}, "a value other than the default for each option of the backend"
+    options = {"name": backend, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD, **OTHER_OPTIONS.get(backend, {})}
     model, other = leaning_to(tiny.EOS, 1.0), SamplingOptions(response_length=7, temperature=0.7)
     rollout = plugins.build("rlhf.generation", options)(model, PROMPTS, other, draws(0, 3, other))
     assert rollout.response_ids.shape[1] == 7

@@ -116,7 +116,7 @@ def test_a_fault_in_training_is_found_before_the_run(
 
     def stage(module: str, words: list[str], target: object) -> ExitStatus:
         try:
-            return ExitStatus(importlib.import_module(f"{module}.__main__").main(words))
+            return ExitStatus(importlib.import_module(f"{module}.__main__").process(words))
         except SystemExit as leaving:
             return ExitStatus(int(str(leaving.code)))
 
