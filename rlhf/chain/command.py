@@ -148,8 +148,10 @@ def exit_with_failure(
 
     The report shows how far it came, unless a signal asks for the end: then the time may be short.
     """
-    directory = Path(todo[step].output_dir)
-    if (status.crashed or status == supervisor.NON_FINITE) and any(directory.glob("*/metrics.jsonl")):
+    from rlhf.chain import gates
+
+    directory = Path(chain.output_dir)
+    if (status.crashed or status in (supervisor.NON_FINITE, gates.MISSED)) and any(directory.glob("*/metrics.jsonl")):
         from rlhf.chain.report import write_at_end
 
         console.say(write_at_end(str(directory)))
@@ -159,7 +161,8 @@ def exit_with_failure(
             for s, o in todo.items()
             if o.overwrite
         }
-        summary = failure_summary(directory / STAGES[step].name, status, command_to_resume(overwritten))
+        words = gates.without_missed(sys.orig_argv, chain, step) if status == gates.MISSED else sys.orig_argv
+        summary = failure_summary(directory / STAGES[step].name, status, command_to_resume(words, overwritten))
         print(f"\n{summary}", file=sys.stderr)
     raise SystemExit(int(status) if status > 0 else 128 - status)
 
@@ -243,7 +246,8 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
     chain = command.chain
     with stage_process.fast_imports():
         console.quiet_libraries()
-        from rlhf.chain import planning  # imported here because it imports torch
+        from rlhf.chain import gates, planning  # imported here because they import torch
+        from rlhf.chain.steps import chosen_steps
 
     if chain.plan:
         try:
@@ -262,7 +266,11 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
             sweep(Path(chain.output_dir))
         deployment = resolve_deployment(chain)
         chain = planning.resolve_zero_stages(chain, deployment.processes)
+        gates.read_gates(chain)
         todo = plan(chain, deployment.processes)
+        for step in sorted({*chosen_steps(chain)} - {*todo}):
+            if status := judged(chain, step):
+                exit_with_failure(chain, step, status, todo)
         if todo:
             print(command.note, end="", flush=True)
             if chain.rehearse:
@@ -277,8 +285,8 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
     from rlhf.chain import report
 
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
-        judged = [STAGES[step] for step in (chain.steps if chain.ALONE and chain.steps else STAGES)]
-        console.say(report.write_at_end(chain.output_dir, judged))
+        stages = [STAGES[step] for step in (chain.steps if chain.ALONE and chain.steps else STAGES)]
+        console.say(report.write_at_end(chain.output_dir, stages))
     return chain
 
 
@@ -297,9 +305,19 @@ def run_all(
         for step, options in todo.items():
             with console.option_names(typed_names(chain, SECTIONS[step])):
                 status = run_with_restarts(step, options, run, deployment.options.max_restarts)
+            if status == 0 and options.output_dir == chain.output_dir:  # not of a rehearsal
+                status = judged(chain, step)
             if status != 0:
                 return step, status
     return None
+
+
+def judged(chain: ChainConfig, step: int) -> launcher.ExitStatus:
+    """Of a finished stage: 0, or the code for conditions of --require that it misses."""
+    from rlhf.chain import gates
+
+    reasons = gates.reasons(chain, step)
+    return launcher.ExitStatus(gates.MISSED if reasons else 0, "; ".join(reasons.values()))
 
 
 def save(chain: ChainConfig) -> None:

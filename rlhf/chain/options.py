@@ -53,6 +53,10 @@ class ProcessOptions(LaunchOptions, PlanOptions):
     they have started; auto: what --hostfile, --include, --num-gpus or --num-processes imply, else single_gpu"""
     num_processes: int | None = Field(None, ge=1)
     """processes of single_node; by default the number of visible GPUs"""
+    require: tuple[str, ...] = ()
+    """conditions on held-out numbers, `reward.eval_accuracy > 0.6` (of a stage alone without `reward.`), each judged by
+    the end of its 95 % interval that is nearer to the bound; when one is missed at the end of its stage, the chain ends
+    with code 4"""
     rehearse: bool = False
     """before the run, two steps of each stage with models of two layers, with everything that the run will write, in a
     folder that is removed: what would fail late fails within minutes"""

@@ -4,7 +4,6 @@ and the checkpoint. Torch-free."""
 import contextlib
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -61,13 +60,14 @@ def newest_checkpoint(stage: Path) -> Path | None:
     return manifests[-1].parent if manifests else None
 
 
-def command_to_resume(overwritten: Mapping[str, Path]) -> str:
+def command_to_resume(typed: Sequence[str], overwritten: Mapping[str, Path]) -> str:
     """The user's command, without --overwrite for stages whose old result is already removed: it would start them from
     scratch.
 
-    overwritten: the manifest of each stage that --overwrite replaces, by what its options begin with, as `ppo.`
+    typed: its words; overwritten: the manifest of each stage that --overwrite replaces, by what its options begin with,
+    as `ppo.`
     """
-    words = [word for word in sys.orig_argv if not re.match(r"--((\w+\.)?overwrite(=|$)|local[-_]rank=)", word)]
+    words = [word for word in typed if not re.match(r"--((\w+\.)?overwrite(=|$)|local[-_]rank=)", word)]
     options = [f"--{prefix}overwrite" for prefix, manifest in overwritten.items() if manifest.exists()]
     return on_every_host([*words, *options])
 

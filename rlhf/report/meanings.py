@@ -1,6 +1,7 @@
 """What metrics and warnings mean, read from the tables of docs/metrics.md: the page and the report have one text."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,18 @@ def read_meanings(section: str = "", page: Path = METRICS_PAGE) -> dict[str, Mea
     """The rows of all tables by name; of names that occur twice, the row below `section`, else the first."""
     here: dict[str, Meaning] = {}
     elsewhere: dict[str, Meaning] = {}
+    for heading, meaning in _rows(page):
+        (here if heading == section else elsewhere).setdefault(meaning.name, meaning)
+    return elsewhere | here
+
+
+def names_below(section: str, page: Path = METRICS_PAGE) -> list[str]:
+    """The names of the rows below a heading."""
+    return [meaning.name for heading, meaning in _rows(page) if heading == section]
+
+
+def _rows(page: Path) -> Iterator[tuple[str, Meaning]]:
+    """(heading, row) of all tables."""
     columns: list[str] = []
     heading = ""
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -36,8 +49,7 @@ def read_meanings(section: str = "", page: Path = METRICS_PAGE) -> dict[str, Mea
             columns = cells
             continue
         for meaning in _row_meanings(dict(zip(columns, cells, strict=False)), cells[0]):
-            (here if heading == section else elsewhere).setdefault(meaning.name, meaning)
-    return elsewhere | here
+            yield heading, meaning
 
 
 def _row_meanings(row: dict[str, str], names_cell: str) -> list[Meaning]:

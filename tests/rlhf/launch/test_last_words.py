@@ -1,6 +1,5 @@
 """The last line of a chain that ends early."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,19 +51,18 @@ def test_nothing_was_done_yet(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: list[str], sections: dict[str, bool], again: list[str]
+    tmp_path: Path, typed: list[str], sections: dict[str, bool], again: list[str]
 ) -> None:
     """Of a chain or of a stage alone. To overwrite what was already begun again would begin it once more."""
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *typed])
     manifests = {}
     for section, there in sections.items():
         manifests[section] = tmp_path / f"{section}manifest"
         if there:
             manifests[section].touch()
-    assert command_to_resume(manifests) == " ".join(["python", "train.py", *again])
+    assert command_to_resume(["python", "train.py", *typed], manifests) == " ".join(["python", "train.py", *again])
 
 
 def test_on_several_hosts_the_command_is_for_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert command_to_resume({}) == "on every host, with the launcher that started it: python train.py"
+    command = command_to_resume(["python", "train.py"], {})
+    assert command == "on every host, with the launcher that started it: python train.py"
