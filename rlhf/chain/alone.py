@@ -1,6 +1,5 @@
 """One stage by itself, `python -m step3_ppo` or `rlhf ppo`: a chain of that step, with the stage's options as typed."""
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -35,8 +34,7 @@ def run(step: int, options_of: OptionsOf, argv: Sequence[str] | None = None, pro
 
 def _output_dir(words: list[str]) -> str:
     """The output directory of these words. Raises: UserError."""
-    default = str(RunOptions.model_fields["output_dir"].default)
-    return os.path.expanduser(parser.peek(deepspeed_json.plain_words(words), "output-dir", default))
+    return command.output_dir_of(deepspeed_json.plain_words(words), RunOptions)
 
 
 def read_command(step: int, options_of: OptionsOf, words: list[str], program: str) -> command.Command | None:

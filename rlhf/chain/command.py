@@ -34,6 +34,7 @@ from rlhf.chain.options import (
 )
 from rlhf.chain.stages import STAGES, load
 from rlhf.config import deepspeed_json, parser
+from rlhf.config.options import RunOptions
 from rlhf.config.short_help import full_help, short_help
 from rlhf.errors import UserError
 from rlhf.launch import launcher, rank_variables, supervisor
@@ -80,8 +81,8 @@ def plan(chain: ChainConfig, processes: int) -> dict[int, StageOptions]:
                 require_merging(todo[1].adapter, f"{name}, which follows it,")
             stage.check(options, planned, processes, load_tokenizer)
         except UserError as error:
-            where = "" if chain.ALONE else f"{name}: "
-            raise UserError(f"{where}{console.as_typed(str(error), typed_names(chain, SECTIONS[step]))}") from None
+            subject = "" if chain.ALONE else f"{name}: "
+            raise UserError(f"{subject}{console.as_typed(str(error), typed_names(chain, SECTIONS[step]))}") from None
         todo[step] = options
         if step < 3:
             planned[name] = stage.roles(options, planned, load_tokenizer)[0]
@@ -204,7 +205,12 @@ def run(words: list[str], program: str, read: ReadCommand, output_dir: Callable[
 def typed_output_dir(words: list[str]) -> str:
     """The output directory of this process's command line. Raises: UserError."""
     argv, _ = with_base(deepspeed_json.plain_words(words))
-    return os.path.expanduser(parser.peek(argv, "output-dir", str(ChainConfig.model_fields["output_dir"].default)))
+    return output_dir_of(argv, ChainConfig)
+
+
+def output_dir_of(argv: list[str], options: type[RunOptions]) -> str:
+    """The output directory of a command line with these options. Raises: UserError."""
+    return os.path.expanduser(parser.peek(argv, "output-dir", str(options.model_fields["output_dir"].default)))
 
 
 def read_command(words: list[str], program: str) -> Command | None:

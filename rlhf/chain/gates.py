@@ -10,6 +10,7 @@ from typing import Any
 from rlhf.chain.options import SECTIONS, ChainConfig
 from rlhf.chain.stages import STAGES
 from rlhf.config import suggest
+from rlhf.config.command_line import without
 from rlhf.errors import UserError
 from rlhf.report.meanings import names_below
 from rlhf.report.records import read_stage
@@ -17,7 +18,7 @@ from rlhf.report.verdict import changes
 
 MISSED = 4
 """exit code of a chain that a condition has ended"""
-CONDITION = re.compile(r"\s*(?:(\w+)\.)?(\w+)\s*([<>])\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*")
+CONDITION = re.compile(r"\s*(?:(\w+)\.)?(\w+)\s*([<>])\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,9 @@ def _reason(gate: Gate, metrics: dict[str, Any], half_width: float | None) -> st
 
 def without_missed(words: Sequence[str], chain: ChainConfig, step: int) -> list[str]:
     """A command line with those conditions of the chain that the step does not miss, in place of its own."""
-    rest: list[str] = []
-    in_option = False
-    for word in words:
-        in_option = word.partition("=")[0] == "--require" or (in_option and not word.startswith("--"))
-        rest += [] if in_option else [word]
     missed = reasons(chain, step)
-    return [*rest, "--require", *(gate.text for gate in read_gates(chain) if gate not in missed)]
+    return [
+        *without(words, ("require",)),
+        "--require",
+        *(gate.text for gate in read_gates(chain) if gate not in missed),
+    ]

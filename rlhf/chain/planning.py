@@ -10,6 +10,7 @@ from typing import Any
 from rlhf.chain.options import SECTIONS, prefix
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
+from rlhf.config.command_line import without
 from rlhf.plan.choose import as_flags
 from rlhf.plan.command import AUTO, StagePlan, WorkloadOf, format_plans, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
@@ -57,7 +58,7 @@ def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
     proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
     if len(proposals) < len(plans):
         return text
-    words = [program.replace("rlhf plan", "rlhf train"), shlex.join(_without_plan(argv))]
+    words = [program.replace("rlhf plan", "rlhf train"), shlex.join(without(argv, PlanOptions.model_fields))]
     words += _deployment(chain, chain.devices or processes)
     words += [
         as_flags(options, getattr(chain, section), prefix(chain, section)) for section, options in proposals.items()
@@ -80,20 +81,6 @@ def _deployment(chain: Any, devices: int) -> list[str]:
     if chain.deployment_type not in ("auto", "single_gpu") or devices == 1:
         return []
     return ["--deployment-type single_node" if devices <= NODE else "--deployment-type multi_node --hostfile hostfile"]
-
-
-def _without_plan(argv: list[str]) -> list[str]:
-    """The command line without the options that only describe a plan."""
-    names = {name.replace("_", "-") for name in PlanOptions.model_fields}
-    words = []
-    skip = False
-    for word in argv:
-        name, equals, _ = word.partition("=")
-        described = name.startswith("--") and name[2:].replace("_", "-") in names
-        if not described and not (skip and not word.startswith("--")):
-            words.append(word)
-        skip = described and not equals and name != "--plan"
-    return words
 
 
 def resolve_zero_stages(chain: Any, processes: int) -> Any:

@@ -1,6 +1,6 @@
 """The words of a command line as plain values, which pydantic converts and checks. Torch-free."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from types import NoneType
 from typing import get_args, get_origin
 
@@ -57,6 +57,18 @@ def values(cls: type[Config], words: Sequence[str]) -> Iterator[tuple[str, objec
     if unknown:
         raise UserError("; ".join(_no_option(name, [*option_names(cls)]) for name in unknown) + "; see --help")
     yield from _positional(cls, bare)
+
+
+def without(words: Sequence[str], names: Container[str]) -> list[str]:
+    """The words of a command line but for these options, by the names of their fields, and what follows each up to the
+    next option."""
+    rest: list[str] = []
+    dropped = False
+    for word in words:
+        if word.startswith("--"):
+            dropped = word[2:].partition("=")[0].replace("-", "_") in names
+        rest += [] if dropped else [word]
+    return rest
 
 
 def _no_option(name: str, names: Sequence[str]) -> str:

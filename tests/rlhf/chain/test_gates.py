@@ -27,6 +27,7 @@ def chain(out: Path, *require: str, **options: Any) -> ChainConfig:
     ("text", "message"),
     [
         ("eval_accuracy above 0.6", "expected a condition such as 'reward.eval_accuracy > 0.6'"),
+        ("reward.eval_accuracy > 0.6.1", "expected a condition such as 'reward.eval_accuracy > 0.6'"),
         ("eval_accuracy > 0.6", "expected sft, reward, ppo and a dot before the name of the number"),
         ("rewad.eval_accuracy > 0.6", "expected sft, reward, ppo and a dot before the name of the number"),
         ("reward.eval_acuracy > 0.6", "step2_reward has no held-out number 'eval_acuracy' (did you mean 'eval_accurac"),
