@@ -58,7 +58,7 @@ STAGE = Declaration(
             Curve("Entropy", ("entropy",)),
             Curve("Distinct pairs of tokens", ("distinct_2", "eval_distinct_2")),
             Curve("Repeated 4-grams", ("repeated_4_grams",)),
-            Curve("Explained variance of the critic", ("explained_variance",), (0.0, "")),
+            Curve("Explained variance of the critic", ("explained_variance",), (0.0, ""), lowest=-1.0),
             Curve("Value loss", ("value_loss",)),
             Curve("KL from old to new policy", ("approx_kl",)),
             Curve("Clip fraction", ("clip_fraction", "value_clip_fraction")),

@@ -30,6 +30,8 @@ class Curve:
     level: tuple[float, str] | None = None
     """a value to compare with, and its name: what guessing gives, for example"""
     level_in: Runs = Runs()
+    lowest: float | None = None
+    """values below it are drawn there: a few of them would hide the rest"""
 
 
 @dataclass(frozen=True, slots=True)

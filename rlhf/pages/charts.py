@@ -6,7 +6,7 @@
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -44,9 +44,9 @@ class Series:
     name: str
     points: tuple[Point, ...]
     colour: int = 0
-    kind: Literal["line", "path", "steps"] = "line"
+    kind: Literal["line", "path", "steps", "marks"] = "line"
     """path: connects the points in their order, for lines that turn back in x; steps: each point is the left edge of a
-    bar, and the last one the right edge of the figure"""
+    bar, and the last one the right edge of the figure; marks: dots without a line"""
     dots: bool = False
     """mark each point of a line: it is a measurement of its own"""
 
@@ -62,6 +62,8 @@ class Chart:
     level: tuple[float, str] | None = None
     """a value of y to compare with, and its name"""
     y_range: tuple[float, float] | None = None
+    lowest: float | None = None
+    """a point below it is drawn there as a triangle"""
     wide: bool = False
     most_points: int = MOST_POINTS
     """points of a line that are drawn; the extremes are always among them"""
@@ -100,6 +102,8 @@ class Drawing:
     y_ticks: tuple[Text, ...]
     strokes: tuple[Stroke, ...]
     dots: tuple[tuple[float, float, int], ...]
+    triangles: tuple[tuple[float, float, int], ...]
+    """points below the chart's lowest value"""
     level: tuple[Stroke, Text] | None
     labels: tuple[Text, ...]
     left: int = LEFT
@@ -138,12 +142,15 @@ def histogram(title: str, x_name: str, groups: Groups, wide: bool = False) -> Ch
 def draw(chart: Chart) -> Drawing | None:
     """The figure in pixels; None if it has no points."""
     series = [
-        (each, thin(each.points, chart.most_points) if each.kind in ("line", "path") else list(each.points))
+        (each, thin(each.points, chart.most_points) if each.kind != "steps" else list(each.points))
         for each in chart.series
         if each.points
     ]
     if not series:
         return None
+    lowest = -math.inf if chart.lowest is None else chart.lowest
+    below = [(point.x, each.colour) for each, points in series for point in points if point.y < lowest]
+    series = [(each, [replace(point, y=max(point.y, lowest)) for point in points]) for each, points in series]
     x_scale, y_scale = _ranges(chart, [point for _, points in series for point in points])
     width = WIDE if chart.wide else WIDTH
     named = [each.name for each, _ in series if each.kind != "steps"] if len(series) > 1 else []
@@ -153,7 +160,7 @@ def draw(chart: Chart) -> Drawing | None:
     dots: list[tuple[float, float, int]] = []
     for each, points in series:
         strokes += _strokes(each, points, scale)
-        if each.dots or len(points) == 1 or _measured(points):
+        if each.dots or each.kind == "marks" or len(points) == 1 or _measured(points):
             dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
     bars = [(each, points) for each, points in series if each.kind == "steps"]
@@ -163,7 +170,9 @@ def draw(chart: Chart) -> Drawing | None:
         chart=chart, width=width, height=HEIGHT, right=right,
         x_ticks=tuple(Text(scale.x(t), HEIGHT - BOTTOM + 16, text) for t, text in tick_labels(ticks(*x_scale, 5))),
         y_ticks=tuple(Text(LEFT - 8, scale.y(t), text) for t, text in tick_labels(ticks(*y_scale, 5))),
-        strokes=tuple(strokes), dots=tuple(dots), level=_level(chart, scale), labels=tuple(labels),
+        strokes=tuple(strokes), dots=tuple(dots),
+        triangles=tuple((scale.x(x), scale.y(lowest), colour) for x, colour in below),
+        level=_level(chart, scale), labels=tuple(labels),
         summary=f"{chart.title}: {series[0][0].name} from {short(first.y)} at {chart.x_name} {short(first.x)} "
         f"to {short(last.y)} at {chart.x_name} {short(last.x)}",
     )  # fmt: skip
@@ -212,7 +221,7 @@ def _strokes(series: Series, points: Sequence[Point], scale: _Scale) -> Iterable
         for (x, y), (x_next, _) in itertools.pairwise(pixels):
             corners += [(x, y), (x_next, y)]
         yield Stroke(_path([*corners, (pixels[-1][0], base)]), series.colour, "area")
-    else:
+    elif series.kind != "marks":
         thin_line = series.kind == "path" and not _measured(points)
         yield Stroke(_path(pixels), series.colour, "raw" if thin_line else "line")
     for (x, y), point in zip(pixels, points, strict=True):

@@ -1,5 +1,6 @@
 "use strict";
-// Without this script the page is whole: figures, tables and texts are in it. It adds sorting, search, a theme.
+// Without this script the page is whole: figures, tables and texts are in it. It adds sorting, search, a theme,
+// files of figures and text of tables.
 
 // Samples: search, sort by a column of numbers, and more rows on demand.
 function addSampleTools(section) {
@@ -64,5 +65,109 @@ function addTheme(button) {
   label();
 }
 
+// A figure as a file on white ground: as wide as a column of a paper (252 pt), letters of 8 pt.
+const COLUMN_PT = 252, COLUMN = 380, DOTS_PER_INCH = 600;
+const DRAWN = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "opacity",
+  "font-weight", "text-anchor"];
+
+function figureFile(svg) {
+  const root = document.documentElement, theme = root.dataset.theme;
+  root.dataset.theme = "light"; // computed colours are those of the theme
+  const copy = svg.cloneNode(true), parts = [...copy.querySelectorAll("*")];
+  [...svg.querySelectorAll("*")].forEach((part, i) => {
+    const style = getComputedStyle(part);
+    DRAWN.forEach((name) => parts[i].setAttribute(name, style.getPropertyValue(name)));
+    if (part.tagName === "text") parts[i].setAttribute("font-size", (8 * COLUMN) / COLUMN_PT);
+    parts[i].removeAttribute("class");
+  });
+  if (theme) root.dataset.theme = theme; else delete root.dataset.theme;
+  const { width, height } = svg.viewBox.baseVal, points = (pixels) => `${((pixels * COLUMN_PT) / COLUMN).toFixed(2)}pt`;
+  const ground = document.createElementNS(svg.namespaceURI, "rect");
+  Object.entries({ width, height, fill: "#fff" }).forEach(([name, value]) => ground.setAttribute(name, value));
+  copy.prepend(ground);
+  copy.setAttribute("font-family", "Helvetica, Arial, sans-serif");
+  copy.setAttribute("width", points(width));
+  copy.setAttribute("height", points(height));
+  return new XMLSerializer().serializeToString(copy);
+}
+
+function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+async function savePicture(svg, name) {
+  const picture = new Image(), canvas = document.createElement("canvas");
+  picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(figureFile(svg))}`;
+  await picture.decode();
+  const { width, height } = svg.viewBox.baseVal, scale = ((COLUMN_PT / 72) * DOTS_PER_INCH) / COLUMN;
+  canvas.width = Math.round(width * scale);
+  canvas.height = Math.round(height * scale);
+  canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob((blob) => save(blob, name), "image/png");
+}
+
+function addButton(place, text, label, action) {
+  const button = document.createElement("button");
+  Object.assign(button, { type: "button", textContent: text, ariaLabel: label, className: "take" });
+  button.addEventListener("click", () => action(button));
+  place.append(button);
+}
+
+function addFigureTools(figure) {
+  const svg = figure.querySelector("svg"), caption = figure.querySelector("figcaption");
+  const title = caption.querySelector("strong").textContent;
+  const name = title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  const place = document.createElement("span");
+  place.className = "takes";
+  svg.after(place);
+  addButton(place, "SVG", `Save as SVG: ${title}`, () => save(new Blob([figureFile(svg)], { type: "image/svg+xml" }), `${name}.svg`));
+  addButton(place, "PNG", `Save as PNG: ${title}`, () => savePicture(svg, `${name}.png`));
+}
+
+// A table as rows of [text, columns that it spans], without what only a screen shows.
+function tableRows(table) {
+  const text = (cell) => cell.innerText.replace(/\s+/g, " ").trim();
+  return [...table.rows].map((row) => [...row.cells].map((cell) => [text(cell), cell.colSpan]));
+}
+
+function asMarkdown(table) {
+  const [head, ...rows] = tableRows(table);
+  const numbers = [...table.rows[0].cells].map((cell) => cell.classList.contains("number"));
+  const line = (cells) => `| ${cells.flatMap(([text, span]) => [text.replace(/\|/g, "\\|"), ...Array(span - 1).fill("")]).join(" | ")} |`;
+  return [line(head), `|${numbers.map((is) => (is ? "---:|" : "---|")).join("")}`, ...rows.map(line), ""].join("\n");
+}
+
+const LATEX = { "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "\u00b1": "$\\pm$",
+  "\u2212": "$-$", "\u2192": "$\\to$", "\u2013": "--" };
+
+function asLatex(table) {
+  const [head, ...rows] = tableRows(table);
+  const escape = (text) => text.replace(/[\\&%$#_{}~^\u00b1\u2212\u2192\u2013]/g, (c) => LATEX[c] ?? `\\${c}`);
+  const cell = ([text, span]) => (span > 1 ? `\\multicolumn{${span}}{l}{${escape(text)}}` : escape(text));
+  const line = (cells) => `${cells.map(cell).join(" & ")} \\\\`;
+  const columns = [...table.rows[0].cells].map((th) => (th.classList.contains("number") ? "r" : "l")).join("");
+  return [`\\begin{tabular}{${columns}}`, "\\toprule", line(head), "\\midrule", ...rows.map(line), "\\bottomrule",
+    "\\end{tabular}", ""].join("\n");
+}
+
+function addTableTools(table) {
+  const place = document.createElement("span");
+  table.caption.classList.remove("hidden");
+  table.caption.append(" ", place);
+  [["Markdown", asMarkdown], ["LaTeX", asLatex]].forEach(([text, write]) => {
+    addButton(place, text, `Copy as ${text}`, async (button) => {
+      try { await navigator.clipboard.writeText(write(table)); button.textContent = "copied"; }
+      catch { button.textContent = "not allowed"; }
+      setTimeout(() => { button.textContent = text; }, 1500);
+    });
+  });
+}
+
 document.querySelectorAll("section").forEach(addSampleTools);
+document.querySelectorAll("figure.chart").forEach(addFigureTools);
+document.querySelectorAll("table:not(.samples)").forEach(addTableTools);
 addTheme(document.getElementById("theme"));

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 from rlhf.config.declaration import Curve, Declaration, Frontier
 from rlhf.pages.charts import COLOURS, MOST_POINTS, Chart, Point, Series, histogram
+from rlhf.pages.numbers import short
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import RunRecord, StageRecord, number
 
 Stages = Sequence[tuple[int, str, StageRecord]]
 """(colour, name of the run, its record of one stage)"""
+FEWEST_OF_A_LINE = 5
+"""evaluations; of fewer, a line between two would look like a measured course"""
+HELD_OUT = "held out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,10 @@ def curves(stages: Stages, declaration: Declaration, x_name: str = "step") -> li
         holds = all(curve.level_in.include(record.config) for _, _, record in stages)
         unit = terms[0].unit if terms else ""
         unit = "" if unit in curve.title.lower() else unit
-        chart = Chart(curve.title, x_name, tuple(series), unit, curve.level if holds else None, most_points=points)
+        if any(p.y < curve.lowest for s in series for p in s.points if curve.lowest is not None):
+            unit = "; ".join(filter(None, (unit, f"triangles: below {short(curve.lowest)}")))
+        level = curve.level if holds else None
+        chart = Chart(curve.title, x_name, tuple(series), unit, level, lowest=curve.lowest, most_points=points)
         figures.append(Figure(chart, terms))
     return figures
 
@@ -53,10 +60,12 @@ def _lines(curve: Curve, stage: tuple[int, str, StageRecord], several: bool) -> 
         ]
         name = _line_name(metric, curve.metrics)
         if points:
-            own_colour = colour if several else index % COLOURS
+            held_out = metric.startswith("eval_")
+            marks = held_out and (name == HELD_OUT or len(points) < FEWEST_OF_A_LINE)
             yield Series(
-                f"{run} {name}" if several else name, tuple(points), own_colour, dots=metric.startswith("eval_")
-            )
+                f"{run} {name}" if several else name, tuple(points), colour if several else index % COLOURS,
+                "marks" if marks else "line", dots=held_out,
+            )  # fmt: skip
 
 
 def _line_name(metric: str, metrics: Sequence[str]) -> str:
@@ -64,7 +73,7 @@ def _line_name(metric: str, metrics: Sequence[str]) -> str:
     if len(metrics) == 1:
         return metric
     if metric.startswith("eval_") and metric.removeprefix("eval_") in metrics:
-        return "held out"
+        return HELD_OUT
     if f"eval_{metric}" in metrics:
         return "training"
     words = [each.split("_") for each in metrics]
@@ -99,7 +108,9 @@ def _frontier_lines(frontier: Frontier, stage: tuple[int, str, StageRecord], sev
             if number(row, distance) is not None
         )
         if points:
-            yield Series(f"{run} {name}" if several else name, points, colour if several else index, "path")
+            few = name == HELD_OUT and len(points) < FEWEST_OF_A_LINE
+            label = f"{run} {name}" if several else name
+            yield Series(label, points, colour if several else index, "marks" if few else "path")
 
 
 def pair_scores(stages: Stages) -> list[Figure]:

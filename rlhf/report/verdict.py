@@ -74,11 +74,13 @@ class Verdict:
     """good, bad or unsure"""
     evidence: tuple[str, ...]
     cautions: tuple[str, ...]
+    worth: tuple[str, ...] = ()
+    """what best-of-n before training needs for the same, which the page has below its table"""
 
     @property
     def sentence(self) -> str:
-        """The headline with the first evidence, for the end of a run."""
-        return " ".join((self.headline, *self.evidence[:1]))
+        """The headline, the first evidence and the samples that a response is worth, for the end of a run."""
+        return " ".join((self.headline, *self.evidence[:1], *self.worth[:1]))
 
 
 def changes(stage: StageRecord) -> list[Change]:
@@ -187,14 +189,15 @@ def judge(run: RunRecord) -> Verdict:
     if alarms and tone == "good":
         tone = "unsure"
     cautions = (*length, *_spent_on_noise(stage, by_samples), *_cautions(by_samples), *alarms, *cautions)
-    return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), cautions)
+    return Verdict(headline, tone, tuple(_evidence(stage, by_samples)), cautions, tuple(_worth(stage, by_samples)))
 
 
 def stage_verdict(directory: Path, declaration: Declaration) -> str:
     """The verdict on one finished stage in words: the headline, the evidence, and what weakens it."""
     stage = read_stage(directory, declaration)
     verdict = judge(RunRecord(directory.parent.name, directory.parent, (stage,)))
-    return "\n\n".join([verdict.headline, *verdict.evidence, *(f"But: {caution}" for caution in verdict.cautions)])
+    sentences = (verdict.headline, *verdict.evidence, *verdict.worth)
+    return "\n\n".join([*sentences, *(f"But: {caution}" for caution in verdict.cautions)])
 
 
 def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
@@ -214,14 +217,13 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
             sentences.append(f"{power(change.prompts, deviation)}.")
     row, kl, half = _distance(stage)
     if row is not None:
-        enough = "".join(_enough(row, x.result.metric, kl) for x in compared if not x.result.independent)
-        sentences.append(f"It is {_with_half(kl, half)} nats per response away from its reference (KL).{enough}")
-    sentences[:1] = [sentences[0] + _worth(stage, compared)]
+        sentences.append(f"It is {_with_half(kl, half)} nats per response away from its reference (KL).")
     return sentences
 
 
-def _worth(stage: StageRecord, compared: Sequence[Change]) -> str:
-    """A sentence on how many samples before training one response is worth, first by what it was trained on."""
+def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
+    """A sentence on how many samples before training one response is worth, first by what it was trained on; and one
+    on the KL of the best of so many."""
     parts: list[str] = []
     for change in sorted(compared, key=lambda each: each.result.independent):
         metric = change.result.metric
@@ -229,17 +231,19 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> str:
         n, low, high = (number(row, f"{metric}_worth_{name}") or 0.0 for name in ("best_of", "low", "high"))
         most = number(row, "eval_best_of")
         if n and most:
-            words = "no better than one" if n == 1 else f"as good as the best of {_samples(n, most)}"
+            samples = "one" if n == 1 else _samples(n, most)
             between = "" if low == high else f" (between {_samples(low, most)} and {_samples(high, most)})"
-            parts.append(
-                f"by the {change.result.label}, {words}{between}" if parts else f"{words} before training{between}"
-            )
-    return f" One response is now {'; '.join(parts)}." if parts else ""
+            rest = "" if parts else " from the policy before training and keep the best"
+            parts.append(f"by the {change.result.label}, draw {samples}{between}{rest}")
+    row, kl, _ = _distance(stage)
+    enough = [_enough(row, x.result.metric, kl) for x in compared if row is not None and not x.result.independent]
+    worth = [f"To match one response of the tuned policy {'; '.join(parts)}."] if parts else []
+    return [*worth, *filter(None, enough)]
 
 
 def _samples(n: float, most: float) -> str:
     """The n of best-of-n in words; the curve ends at `most`."""
-    return f"more than {most:.0f}" if n >= most else f"{n:.0f}" if n >= 10 else f"{n:.1f}".removesuffix(".0")
+    return f"{most:.0f} or more" if n >= most else f"{n:.0f}" if n >= 10 else f"{n:.1f}".removesuffix(".0")
 
 
 def _enough(row: Row, metric: str, kl: float) -> str:
@@ -248,13 +252,13 @@ def _enough(row: Row, metric: str, kl: float) -> str:
     n, most, efficiency, half = (number(row, name) for name in names)
     if efficiency is None or not n or not most or n == 1:
         return ""
-    more, at_most = "more than " if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
+    more, at_most = " or more" if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
     ratio = _with_half(efficiency, half or 0.0)
     far = efficiency + (half or 0.0) < NEAR
     closer = " Half the learning rate and four times the episodes come closer." if far else ""
     return (
-        f" Best-of-n before training needs {more}{short(best_of_n.kl(n))} nats for this score; the gain is "
-        f"{at_most}{ratio} of what best-of-n gains at this KL.{closer}"
+        f"Best-of-n has this score at a KL of {short(best_of_n.kl(n))} nats{more}; at the tuned policy's KL the gain "
+        f"is {at_most}{ratio} of that of best-of-n.{closer}"
     )
 
 

@@ -66,6 +66,22 @@ def test_a_point_is_drawn_where_it_is() -> None:
     assert draw(Chart("t", "step", (Series("a", ()),))) is None
 
 
+def test_points_below_the_lowest_value_are_triangles_there() -> None:
+    """Of -50, -1, 0.5 the first is drawn at -1 and marked, and the scale begins at -1 less a margin of 0.06 * 1.5."""
+    drawing = draw(Chart("t", "step", (line([-50.0, -1.0, 0.5]),), lowest=-1.0))
+    assert drawing is not None
+    y = charts.HEIGHT - charts.BOTTOM - 0.09 / 1.68 * (charts.HEIGHT - charts.BOTTOM - charts.TOP)
+    assert drawing.triangles == ((charts.LEFT, pytest.approx(y, abs=0.06), 0),)
+    assert f"M{charts.LEFT} {drawing.triangles[0][1]:g}L" in drawing.strokes[0].d
+
+
+def test_marks_are_dots_without_a_line() -> None:
+    points = (Point(0.0, 1.0, y_half=0.5), Point(4.0, 2.0))
+    drawing = draw(Chart("t", "step", (Series("a", points, kind="marks"),)))
+    assert drawing is not None and len(drawing.dots) == 2
+    assert [stroke.style for stroke in drawing.strokes] == ["whisker"]
+
+
 def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:
     points = [Point(float(i), math.sin(i / 50)) for i in range(5000)]
     points[1234] = Point(1234.0, 9.0)

@@ -286,6 +286,18 @@ def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
     assert "a/out" in page.text and "The policy got worse." in page.text and "The policy got better." in page.text
 
 
+@pytest.mark.parametrize(("iterations", "alone", "against_kl"), [(3, "marks", "marks"), (4, "line", "path")])
+def test_few_evaluations_are_no_curve(iterations: int, alone: str, against_kl: str, tmp_path: Path) -> None:
+    """Of four evaluations (one before training) none is joined to the next; beside a training curve they never are."""
+    recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 0.5), iterations=iterations)
+    runs = read_runs([str(tmp_path / "run")], DECLARATIONS)
+    stages, step3 = figures.stages_of(runs, DECLARATIONS[-1]), DECLARATIONS[-1]
+    both = (*figures.curves(stages, step3), *figures.frontiers(stages, step3))
+    kinds = {f.chart.title: {x.name: x.kind for x in f.chart.series} for f in both}
+    assert kinds["Judge"] == {"eval_judge": alone} and kinds["Score"] == {"training": "line", "held out": "marks"}
+    assert kinds["Score against KL"] == {"training": "path", "held out": against_kl}
+
+
 def test_of_many_samples_the_page_has_some_of_each_gain(tmp_path: Path) -> None:
     for n in range(2):
         recorded_runs.reinforcement(tmp_path / f"{n}/step3_ppo", (1.0, 0.5 + n), [f"answer {i}" for i in range(MOST)])

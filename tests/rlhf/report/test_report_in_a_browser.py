@@ -1,7 +1,9 @@
 """The report in headless Chromium: nothing is loaded or run but the page itself, and what people do with it works."""
 
 import itertools
+import struct
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import pytest
 
@@ -85,6 +87,53 @@ def test_light_dark_and_print(page: Page, url: str) -> None:
     page.media(prefers_color_scheme="dark")
     page.open(url)
     assert page.value(paper) == "rgb(21, 23, 26)"
+
+
+SAVED = """(() => new Promise((done) => {
+  const create = URL.createObjectURL;
+  URL.createObjectURL = (blob) => {
+    blob.arrayBuffer().then((b) => done([blob.type, [...new Uint8Array(b)]]));
+    return create(blob);
+  };
+  document.querySelector('figure.chart .take[aria-label^="Save as KIND"]').click();
+}))()"""
+"""the file that the button of the first figure saves"""
+
+
+def test_a_figure_is_saved_for_a_paper(page: Page) -> None:
+    """From the dark page: white ground, light colours, 8 pt letters; the picture has 600 dots an inch."""
+    page.value("document.getElementById('theme').click()")
+    kind, content = page.value(SAVED.replace("KIND", "SVG"))
+    tree = ElementTree.fromstring(bytes(content).decode())
+    width, height = map(float, tree.attrib["viewBox"].split()[2:])
+    points = float(tree.attrib["width"].removesuffix("pt"))
+    assert kind == "image/svg+xml" and points / width == pytest.approx(252 / 380, rel=1e-3)
+    letters = [text for text in tree.iter() if text.tag.endswith("text")]
+    assert letters and all(float(t.attrib["font-size"]) * points / width == pytest.approx(8, rel=1e-3) for t in letters)
+    colours = {part.attrib.get(name) for part in tree.iter() for name in ("fill", "stroke")}
+    assert tree[0].attrib["fill"] == "#fff" and "rgb(31, 95, 191)" in colours and "rgb(127, 176, 255)" not in colours
+    assert page.value("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
+    kind, content = page.value(SAVED.replace("KIND", "PNG"))
+    size = struct.unpack(">II", bytes(content[16:24]))  # of the header
+    assert kind == "image/png" and size == (round(points / 72 * 600), round(height / width * points / 72 * 600))
+    assert page.complaints() == []
+
+
+def test_a_table_is_copied(page: Page) -> None:
+    copied = "(f) => f(document.querySelector('table.results')).split('\\n')"
+    markdown = page.value(f"({copied})(asMarkdown)")
+    assert markdown[:2] == [
+        "| number | before | after | mean gain | higher, equal, lower |", "|---|---:|---:|---:|---|",
+    ]  # fmt: skip
+    assert markdown[2] == "| step3_ppo |  |  |  |  |" and markdown[3].startswith("| judge | ")
+    assert all(line.count("|") == 6 for line in markdown[:-1])
+    latex = page.value(f"({copied})(asLatex)")
+    assert latex[:4] == [
+        "\\begin{tabular}{lrrrl}", "\\toprule", "number & before & after & mean gain & higher, equal, lower \\\\",
+        "\\midrule",
+    ]  # fmt: skip
+    assert latex[4] == "\\multicolumn{5}{l}{step3\\_ppo} \\\\" and "$\\pm$" in latex[5]
+    assert all(line.count("&") == 4 for line in latex[5:10] if "multicolumn" not in line)
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])

@@ -17,22 +17,22 @@ from tests.support import recorded_runs
     [
         (  # 2.83 = ln 45.2 - 44.2 / 45.2; the run's KL is 3.035
             (45.2, 31.0, 60.0, 50.0, 35.4, 64.0, 0.91),
-            "as good as the best of 45 before training (between 31 and 60); by the judge, as good as the best of 50 "
-            "(between 35 and more than 64).",
-            "needs 2.83 nats for this score; the gain is 0.910 ± 0.050 of what",
+            "draw 45 (between 31 and 60) from the policy before training and keep the best; by the judge, draw 50 "
+            "(between 35 and 64 or more).",
+            "KL of 2.83 nats; at the tuned policy's KL the gain is 0.910 ± 0.050 of that",
         ),
         (
             (2.38, 1.5, 3.0, 1.0, 1.0, 1.0, 0.31),
-            "as good as the best of 2.4 before training (between 1.5 and 3); by the judge, no better than one.",
-            "needs 0.287 nats for this score; the gain is 0.310 ± 0.050 of what best-of-n gains at this KL. "
+            "draw 2.4 (between 1.5 and 3) from the policy before training and keep the best; by the judge, draw one.",
+            "KL of 0.287 nats; at the tuned policy's KL the gain is 0.310 ± 0.050 of that of best-of-n. "
             "Half the learning rate and four times the episodes come closer.",
         ),
         (
             (64.0, 64.0, 64.0, None, None, None, 1.2),
-            "as good as the best of more than 64 before training.",
-            "needs more than 3.17 nats for this score; the gain is 1.200 ± 0.050 of what",
+            "draw 64 or more from the policy before training and keep the best.",
+            "KL of 3.17 nats or more; at the tuned policy's KL the gain is 1.200 ± 0.050 of that",
         ),
-        ((1.0, 1.0, 1.5, None, None, None, -0.1), "no better than one before training (between 1 and 1.5).", ""),
+        ((1.0, 1.0, 1.5, None, None, None, -0.1), "draw one (between 1 and 1.5) from the policy before", ""),
     ],
 )
 def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str, tmp_path: Path) -> None:
@@ -48,10 +48,10 @@ def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str,
         return judge(read_runs([str(tmp_path / "run")], [*STAGES.values()])[0])
 
     verdict = told()
-    assert f"One response is now {worth}" in verdict.sentence
-    assert enough in verdict.evidence[-1] and (enough != "") == ("Best-of-n" in verdict.evidence[-1])
+    assert f"To match one response of the tuned policy by the score, {worth}" in verdict.sentence
+    assert enough in verdict.worth[-1] and (enough != "") == ("Best-of-n" in verdict.worth[-1])
     row["eval_best_of"] = 45.5  # whose KL, 2.84, is below that of the run
-    assert ("come closer" in verdict.evidence[-1]) == (numbers[-1] == 0.31)
-    assert ("at most" in told().evidence[-1]) == (enough != "")
+    assert ("come closer" in verdict.worth[-1]) == (numbers[-1] == 0.31)
+    assert ("at most" in told().worth[-1]) == (enough != "")
     del row["eval_best_of"]
-    assert "One response" not in (verdict := told()).sentence and "Best-of-n" not in verdict.evidence[-1]
+    assert told().worth == ()
