@@ -229,8 +229,9 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     speed, not the random numbers"""
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
-    eval_every: int = Field(0, ge=0)
-    """iterations between evaluations on the held-out prompts; 0: only before and after. It does not change training"""
+    eval_every: int | None = Field(None, ge=0)
+    """iterations between evaluations on held-out prompts; none: a fifth of the run, if that samples at most a tenth of
+    its responses. With 0, and else, only before and after. It does not change training"""
     export_rollouts: bool = False
     """write every response, with its scores and KL, to OUT/step3_ppo/rollouts-RANK.jsonl"""
     keep_best: Literal["eval_score", "eval_judge"] | None = None
@@ -284,6 +285,14 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     def _as_tuple(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
+    @property
+    def iterations_between_evaluations(self) -> int:
+        """`eval_every`, or its default: four evaluations between the first and the last, if they are cheap."""
+        if self.eval_every is not None:
+            return self.eval_every
+        fifth = self.total_episodes // self.batch_size // 5
+        return fifth if fifth > 1 and 4 * self.eval_samples * 10 <= self.total_episodes else 0
+
     def idle(self) -> Iterator[str]:
         if self.resample_groups and self.num_generations == 1:
             yield "--resample-groups with --num-generations 1"
@@ -298,7 +307,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
             yield f"--target-kl {self.target_kl:g} with fewer than three optimizer steps in an iteration"
         if self.vf_coef != type(self).model_fields["vf_coef"].default and self.critic_model != SHARED:
             yield f"--vf-coef {self.vf_coef:g} without --critic-model shared: another critic has its own optimizer"
-        if self.keep_best is not None and not self.eval_every:
+        if self.keep_best is not None and not self.iterations_between_evaluations:
             yield f"--keep-best {self.keep_best} without --eval-every"
         if self.patience is not None and self.keep_best is None:
             yield f"--patience {self.patience} without --keep-best"

@@ -233,7 +233,7 @@ def run(config: Step3Config) -> None:
         total = iterations(config)
         steps = stage.with_exports(observe(train(learner, prompts, schedule), learner), save_actor)
         evaluations = EvaluationSchedule(
-            config.eval_every, total, stage.done, unchanged=config.critic_warmup_iterations
+            config.iterations_between_evaluations, total, stage.done, unchanged=config.critic_warmup_iterations
         )
         steps = with_evaluations(steps, evaluations, partial(held_out.evaluate_again, stage), best)
         stage.run_loop(steps, total, SHOWN, watch)

@@ -43,7 +43,7 @@ def curves(stages: Stages, declaration: Declaration, x_name: str = "step") -> li
         holds = all(curve.level_in.include(record.config) for _, _, record in stages)
         unit = terms[0].unit if terms else ""
         unit = "" if unit in curve.title.lower() else unit
-        if any(p.y < curve.lowest for s in series for p in s.points if curve.lowest is not None):
+        if curve.lowest is not None and any(p.y < curve.lowest for s in series for p in s.points):
             unit = "; ".join(filter(None, (unit, f"triangles: below {short(curve.lowest)}")))
         level = curve.level if holds else None
         chart = Chart(curve.title, x_name, tuple(series), unit, level, lowest=curve.lowest, most_points=points)

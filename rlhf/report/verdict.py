@@ -235,8 +235,8 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
             between = "" if low == high else f" (between {_samples(low, most)} and {_samples(high, most)})"
             rest = "" if parts else " from the policy before training and keep the best"
             parts.append(f"by the {change.result.label}, draw {samples}{between}{rest}")
-    row, kl, _ = _distance(stage)
-    enough = [_enough(row, x.result.metric, kl) for x in compared if row is not None and not x.result.independent]
+    last, kl, _ = _distance(stage)
+    enough = [_enough(last or {}, x.result.metric, kl) for x in compared if not x.result.independent]
     worth = [f"To match one response of the tuned policy {'; '.join(parts)}."] if parts else []
     return [*worth, *filter(None, enough)]
 

@@ -322,6 +322,14 @@ def test_every_look_is_taken_once_and_the_last_policy_may_be_the_best(models: Pa
     assert final["eval_best_step"] == (3 if scores[3] > scores[2] else 2)
 
 
+def test_a_run_is_evaluated_five_times_where_that_costs_a_tenth_of_its_responses(models: Path, tmp_path: Path) -> None:
+    cheap = {"total_episodes": 80, "batch_size": 8, "eval_samples": 2}  # 4 * 2 = 80 / 10
+    stage.run(options(models, tmp_path, "rloo", **cheap))
+    assert [row["step"] for row in rows(tmp_path, "eval")] == [0, 2, 4, 6, 8, 10]
+    for others in ({"eval_samples": 3}, {"batch_size": 16}, {"eval_every": 0}):  # 16: five iterations
+        assert options(models, tmp_path, "rloo", **cheap | others).iterations_between_evaluations == 0
+
+
 def test_a_judge_without_a_number_at_the_end_does_not_lose_the_run(
     models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,9 +146,9 @@ def test_what_all_stages_have_with_one_default_stands_at_the_top() -> None:
     common = set.intersection(*(set(options.model_fields) for options in sections))
     alike = {name for name in common if len({str(options.model_fields[name].default) for options in sections}) == 1}
     top = {name for name in train.chain_config([]).model_fields if name in common}
-    of_one_stage = {"keep_best", "patience"}  # with a metric of the stage
+    of_one_stage = {"keep_best", "patience", "eval_every"}  # with a metric of the stage, in its steps
     assert top == alike - of_one_stage
-    assert common - alike == {"learning_rate", "adam_epsilon", "batch_size", "eval_every"}
+    assert common - alike == {"learning_rate", "adam_epsilon", "batch_size"}
 
 
 def test_an_algorithm_of_ones_own_keeps_its_defaults(tmp_path: Path) -> None:
