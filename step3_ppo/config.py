@@ -230,8 +230,8 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     eval_samples: int = Field(200, ge=1)
     """held-out prompts sampled before and after; limited by max_eval_rows"""
     eval_every: int | None = Field(None, ge=0)
-    """iterations between evaluations on held-out prompts; none: a fifth of the run, if that samples at most a tenth of
-    its responses. With 0, and else, only before and after. It does not change training"""
+    """iterations between evaluations; none: a fifth of the run if they sample at most a tenth of its responses, else 0:
+    only before and after"""
     export_rollouts: bool = False
     """write every response, with its scores and KL, to OUT/step3_ppo/rollouts-RANK.jsonl"""
     keep_best: Literal["eval_score", "eval_judge"] | None = None
