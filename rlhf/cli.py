@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "preview": ("data.preview.command", (), "the rows of your data as a model will see them"),
     "pairs": ("rlhf.evaluation.pairs", (), "pairs of a policy's responses, to label for the next reward model"),
     "report": ("rlhf.chain.report", (), "one page on what runs did, and whether it worked"),
+    "diff": ("rlhf.chain.diff", (), "what makes two runs differ: the first thing that does, and all others"),
     "verify": ("rlhf.chain.verify", (), "whether the numbers of a run hold when plain transformers computes them"),
     "evaluate": ("rlhf.evaluation.evaluate", (), "which of several policies is better on the prompts of a file"),
     "evaluate-reward": ("step2_reward.evaluate_reward", (), "how well reward models order the pairs of a file"),

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf import console
 from rlhf.errors import UserError
 from rlhf.shipped import ROOT
+from rlhf.text.tokenizer import digest_without_template
 
 REPORT = "report.json"
 CODE_PATHS = ("data/read", "data/sources", "data/prepare", "data/dataset.py", "rlhf/text", "rlhf/types.py")
@@ -63,10 +64,8 @@ def code_digest() -> str:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """A digest of everything that determines how the tokenizer turns text into ids."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = [str(tokenizer.chat_template), tokenizer.bos_token_id, tokenizer.eos_token_id, type(tokenizer).__name__]
-    return hashlib.sha256((text + json.dumps(special)).encode()).hexdigest()
+    return hashlib.sha256((digest_without_template(tokenizer) + json.dumps(special)).encode()).hexdigest()
 
 
 @contextlib.contextmanager

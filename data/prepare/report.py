@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +50,12 @@ def make_report(
         rows.count(item_rows[unique], name)
         row_origins = rows.table["origin"][item_rows[index]]
         in_split = rows.table["held_out"][item_rows] == (name == "evaluation")
+        digests = rows.table["digest"][item_rows[index]]
         report[name] = {
             "rows": len(index),
             "different_rows": len(unique),
+            "in_order": blake2b(digests.tobytes(), digest_size=16).hexdigest(),
+            "as_a_set": blake2b(np.sort(digests).tobytes(), digest_size=16).hexdigest(),
             "shortened": int((prompt_cut | response_cut)[unique].sum()),
             "prompts_shortened": int(prompt_cut[unique].sum()),
             "responses_shortened": int(response_cut[unique].sum()),

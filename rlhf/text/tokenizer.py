@@ -1,6 +1,7 @@
 """Tokenizers: loaded, and prepared with a chat template, one end token and a padding token."""
 
 import copy
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -175,3 +176,10 @@ def same_ids(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) ->
 def describe_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """A manifest's entries for a prepared tokenizer: the text of its chat template, and its end token."""
     return {"chat_template": str(tokenizer.chat_template), "eos_token": str(tokenizer.eos_token)}
+
+
+def digest_without_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 of what makes ids of a text: vocabulary, splits, normalisation, added tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub import try_to_load_from_cache
+
 from rlhf import console, plugins
 from rlhf.config import Tree
 from rlhf.config.declaration import Declaration
@@ -22,7 +24,9 @@ from rlhf.hub import short_names
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
 
-SAVED = (".safetensors", ".bin", ".json")
+WEIGHTS = (".safetensors", ".bin")
+"""suffixes of files of weights"""
+SAVED = (*WEIGHTS, ".json")
 """suffixes of a model's files"""
 CURE = "choose another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do if the stage cannot resume"""
@@ -166,8 +170,26 @@ def user_files(options: RunOptions, inputs: Mapping[str, str]) -> dict[str, str]
     return digests
 
 
-def _digest_of_model(path: Path) -> str:
-    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in SAVED]
+def input_record(path: str) -> Tree:
+    """What a manifest says of a model from which a stage starts; the weights on rank 0 only, which writes it."""
+    weights = _digest_of_weights(path) if collectives.is_main() else None
+    return {"path": path, "manifest_sha256": manifests.manifest_digest(path), "weights": weights}
+
+
+def _digest_of_weights(path: str) -> str | None:
+    """A digest of the weights of a model on this machine; of random ones, of the .yaml that describes them; of a model
+    of the hub its commit. None if nothing of it is here."""
+    model = Path(short_names.resolve(path))
+    if model.is_file():
+        return str(manifests.digest(model)["sha256"])
+    if model.is_dir():
+        return _digest_of_model(model, WEIGHTS)
+    config = try_to_load_from_cache(str(model), "config.json")
+    return Path(config).parent.name if isinstance(config, str) else None
+
+
+def _digest_of_model(path: Path, suffixes: tuple[str, ...] = SAVED) -> str:
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix in suffixes]
     return hashlib.sha256(json.dumps([(f.name, manifests.digest(f)["sha256"]) for f in files]).encode()).hexdigest()
 
 

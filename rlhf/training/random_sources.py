@@ -1,6 +1,8 @@
 """The states of a process's random generators as JSON values, so that a resumed run draws the same numbers."""
 
 import contextlib
+import hashlib
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +67,11 @@ def state() -> Tree:
         "python": random.getstate(),
         "numpy": legacy,
     }
+
+
+def digest() -> str:
+    """sha256 of the states."""
+    return hashlib.sha256(json.dumps(state()).encode()).hexdigest()
 
 
 def set_state(saved: Tree) -> None:

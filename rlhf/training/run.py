@@ -35,7 +35,7 @@ from rlhf.launch.supervisor import LAUNCHER, NON_FINITE
 from rlhf.report.card import FAILURES, write_card
 from rlhf.report.records import read_stage
 from rlhf.storage import disk, manifests
-from rlhf.text.tokenizer import describe_template
+from rlhf.text.tokenizer import describe_template, digest_without_template
 from rlhf.training import (
     checkpoints,
     hardware,
@@ -80,7 +80,7 @@ class Run:
         self.directory = Path(options.output_dir) / self.stage
         self._inputs = inputs
         # What is loaded, not what is on the disk when a checkpoint is saved.
-        self._input_digests = {name: manifests.manifest_digest(path) for name, path in inputs.items()}
+        self._input_records = {name: progress.input_record(path) for name, path in inputs.items()}
         self._user_files = progress.user_files(options, inputs) if collectives.is_main() else {}
         if status == "extended":
             checkpoints.newest(self.directory)  # a finished stage stays as it is if there is nothing to extend it from
@@ -123,6 +123,7 @@ class Run:
         """
         self.manifest |= {
             "template": describe_template(tokenizer),
+            "tokenizer": digest_without_template(tokenizer),
             "data": {s["data_path"]: s["fingerprint"] for s in data.report["sources"]}
             | data.report.get("read_too", {}),
         }
@@ -157,6 +158,8 @@ class Run:
     def resume(self, state: Resumable) -> None:
         """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state."""
         self._state = Resumable(state.numbers, state.tensors, self._logs)
+        before = {} if self._checkpoint is None else self._checkpoint.manifest
+        self.manifest["random_generators"] = before.get("random_generators", random_sources.digest())
         if self._checkpoint is not None:
             self._checkpoint.restore(self._state, self.options.seed)
             console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")
@@ -295,19 +298,19 @@ class Run:
             "metrics": disk.json_value(dict(metrics)),
             "metrics_version": manifests.METRICS_VERSION,
             "world_size": collectives.world_size(),
-            "hardware": hardware.describe(self.options),
             "files": manifests.file_digests(self.directory, models),
         }
         manifests.write_manifest(self.directory / manifests.MANIFEST, manifest)
 
     def _provenance(self) -> Tree:
-        """The provenance of the result and of each checkpoint: inputs, options, library versions."""
+        """The provenance of the result and of each checkpoint: inputs, options, library versions, hardware."""
         return self.manifest | {
             "stage": self.stage,
-            "inputs": {n: {"path": p, "manifest_sha256": self._input_digests[n]} for n, p in self._inputs.items()},
+            "inputs": self._input_records,
             "user_files": self._user_files,
             "config": self.options.model_dump(mode="json"),
             "versions": manifests.versions(),
+            "hardware": hardware.describe(self.options),
         }
 
     @contextlib.contextmanager

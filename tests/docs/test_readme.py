@@ -13,6 +13,7 @@ import yaml
 from data.preview.command import PreviewConfig
 from rlhf import plugins
 from rlhf.chain import command as train
+from rlhf.chain.diff import DiffConfig
 from rlhf.chain.report import ReportConfig
 from rlhf.chain.verify import VerifyConfig
 from rlhf.chat.options import ChatOptions
@@ -46,6 +47,7 @@ CONFIGS: dict[str, Any] = {
     "rlhf chat": ChatOptions,
     "rlhf report": ReportConfig,
     "rlhf verify": VerifyConfig,
+    "rlhf diff": DiffConfig,
     "rlhf reward": RewardConfig,
 }
 MAINS = {"step1_sft": sft.main, "step2_reward": reward.main, "step3_ppo": ppo.main}

@@ -37,7 +37,7 @@ def test_the_version_is_that_of_the_package(rlhf: Run) -> None:
     {
         "train": "--ppo.kl-coef", "plan": "--ppo.kl-coef", "sft": "--loss-on", "reward": "--model", "ppo": "--kl-coef",
         "preview": "--phases", "report": "--output", "evaluate": "--prompts", "evaluate-reward": "--max-rows",
-        "pairs": "--prompts", "verify": "output directory of a run",
+        "pairs": "--prompts", "verify": "output directory of a run", "diff": "output directories of two",
         "chat": "--compare", "export": "--merge",
     }.items(),
 )  # fmt: skip
