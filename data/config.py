@@ -12,7 +12,7 @@ from rlhf.config import Config
 class DataOptions(Config):
     """Which rows are used, how they are divided, and how they become tokens."""
 
-    FREE: ClassVar[frozenset[str]] = frozenset({"data_workers", "data_cache"})
+    FREE: ClassVar[frozenset[str]] = frozenset({"data_workers", "data_cache", "group_column"})
 
     data_path: tuple[str, ...] = ("hh_rlhf:Anthropic/hh-rlhf",)
     """paths of the rows, one or more of [source[,option=value]:]path[=weight]: a local .json, .jsonl, .csv,
@@ -64,6 +64,10 @@ class DataOptions(Config):
 
     max_eval_rows: int = Field(200, ge=0)
     """maximal number of rows for evaluation"""
+
+    group_column: str | None = None
+    """column with the name of a row's group, such as a language or a voter: the accuracy of the reward model and the
+    gain of the policy are shown for each group too; none: `group`, or else `subset`"""
 
     skip_bad_rows: int = Field(0, ge=0)
     """malformed rows that are tolerated, per path; they are listed in bad_rows.txt"""

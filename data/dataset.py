@@ -78,6 +78,12 @@ class PromptDataset(Sequence[T]):
         return own / np.bincount(numbers)[numbers]
 
     @property
+    def subsets(self) -> tuple[str, ...]:
+        """The group that each item is evaluated with; empty if no item has one. [N]"""
+        names = self.table.data.column("subset").take(self.positions).to_pylist()
+        return tuple(names) if any(names) else ()
+
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of each item; of a pair, of its longer side. [N]"""
         return self.sides[:, 0]
@@ -250,6 +256,10 @@ def require_rows(opened: PhaseData, options: DataOptions, batch_size: int, ranks
     train, held_out, phase = opened.train.batch_elements, len(opened.evaluation), opened.train.phase
     if not options.eval_fraction and not options.eval_data_path:
         raise UserError("--eval-fraction 0: every stage is evaluated on held-out rows; expected more than 0")
+    if options.group_column and phase != "sft" and held_out and not opened.evaluation.subsets:
+        raise UserError(
+            f"--group-column {options.group_column}: no held-out row has this column, expected one with names"
+        )
     if train >= batch_size and held_out >= ranks:
         return
     sources = opened.report["sources"]

@@ -17,7 +17,7 @@ class EvaluateRewardConfig(Config):
     tokenizer are also compared with each other"""
     data_path: tuple[str, ...] = ()
     """sources of pairs, as of training; each has its own row in the tables. Of a list of responses all pairs count. A
-    column `subset` makes groups with a table of their own"""
+    column `group`, or else `subset`, makes subsets with a row of their own"""
     max_rows: int | None = Field(None, ge=1)
     """maximal number of pairs of each source; none: all"""
     chat_template: str = "auto"

@@ -30,7 +30,7 @@ def score_pairs(
     pad_id: int,
     pair_scores: PairScores = score_separately,
 ) -> Tensor:
-    """(chosen, rejected, weight, gap in length) of the pairs of all ranks [N, 4], `rows` pairs in one pass."""
+    """(chosen, rejected, weight, gap in length, row) of the pairs of all ranks [N, 5], `rows` pairs in one pass."""
     of_rank = collectives.rows_of_rank(len(dataset))
     weights = dataset.weights.tolist()
     groups = length_groups(torch.from_numpy(dataset.row_lengths[of_rank].max(1)), rows)
@@ -42,7 +42,7 @@ def score_pairs(
             scores.append(pair_scores(model, batch).scores)
             length_gaps.append(batch.chosen.lengths - batch.rejected.lengths)
     by_pair, gaps, order = torch.cat(scores).tolist(), torch.cat(length_gaps).tolist(), torch.cat(groups).tolist()
-    scored = [[*pair, weights[of_rank[i]], gap] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
+    scored = [[*pair, weights[of_rank[i]], gap, of_rank[i]] for pair, gap, i in zip(by_pair, gaps, order, strict=True)]
     return torch.tensor([pair for part in collectives.gather_replicas(scored) for pair in part])
 
 
@@ -51,7 +51,7 @@ def evaluate(scored: Tensor, learning_rate: float) -> Metrics:
 
     Raises: NonFiniteError if a score is not finite.
     """
-    pairs, (chosen, rejected, weight, length_gap) = scored[:, :2], scored.unbind(1)
+    pairs, (chosen, rejected, weight, length_gap) = scored[:, :2], scored[:, :4].unbind(1)
     require_finite(pairs, learning_rate)
     weight = weight / weight.mean()
     loss = losses.pairwise_logistic(chosen, rejected, weight=weight)

@@ -16,6 +16,7 @@ from data.batches import Batches, counted_rows, padding_share, pair_batch
 from data.dataset import PhaseData, PromptDataset, Recipe
 from data.prepare.encode import Preference
 from rlhf import adapters, console
+from rlhf.config import Tree
 from rlhf.distributed import collectives
 from rlhf.engine.export import save_scalar, saved_adapter
 from rlhf.engine.precision import compute_dtype
@@ -199,8 +200,12 @@ class RewardModelling:
         metrics = evaluate(scored, self._config.learning_rate)
         if collectives.is_main():  # for the report
             file = Path(self._config.output_dir) / STAGE.name / STAGE.report.pair_scores
-            columns = zip(("chosen", "rejected", "weight"), scored[:, :3].T.tolist(), strict=True)
-            disk.write_json(file, dict(columns))
+            columns: Tree = dict(zip(("chosen", "rejected", "weight"), scored[:, :3].T.tolist(), strict=True))
+            if pairs.subsets:
+                numbers = scored[:, 4].long().tolist()
+                elements = range(len(pairs)) if pairs.elements is None else pairs.elements.tolist()
+                columns |= {"group": [pairs.subsets[i] for i in numbers], "element": [elements[i] for i in numbers]}
+            disk.write_json(file, columns)
         return metrics | {"eval_words_rule": self._words_rule}
 
     @cached_property

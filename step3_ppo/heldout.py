@@ -163,9 +163,12 @@ def _ci95(values: Tensor) -> float:
     return mean_interval(values).high - values.double().mean().item() if len(values) > 1 else float("nan")
 
 
-def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluation) -> list[Tree]:
+def write_samples(
+    path: Path, iteration: int, before: Evaluation, after: Evaluation, groups: Sequence[str] = ()
+) -> list[Tree]:
     """Append a line for each held-out prompt of all ranks: both responses, their numbers, and the ids of the second.
-    Rank 0 writes, and returns what it wrote without the ids; other ranks return nothing."""
+    Rank 0 writes, and returns what it wrote without the ids; other ranks return nothing. groups: of the prompts, if
+    they have any"""
     rows: list[Tree] = []
     if not collectives.is_main():
         return rows
@@ -176,6 +179,8 @@ def write_samples(path: Path, iteration: int, before: Evaluation, after: Evaluat
             row |= {"score_before": before.scores[i].item(), "score": after.scores[i].item(), "kl": after.kl[i].item()}
             if before.judge_scores is not None and after.judge_scores is not None:
                 row |= {"judge_before": before.judge_scores[i].item(), "judge": after.judge_scores[i].item()}
+            if groups:
+                row["group"] = groups[i]
             rows.append(disk.json_value(row))
             file.write(json.dumps(rows[-1] | {"tokens": after.tokens[i]}, ensure_ascii=False) + "\n")
     return rows

@@ -150,7 +150,8 @@ class HeldOut:
         self.evaluate()
         if (problem := nonfinite_scores(self.after)) is not None:  # no reason to end a long run
             console.say(f"warning, iteration {iteration}: {problem}")
-        samples = write_samples(run.directory / "samples.jsonl", iteration, self.before, self.after)
+        groups = self._prompts.subsets
+        samples = write_samples(run.directory / "samples.jsonl", iteration, self.before, self.after, groups)
         run.recorder.table("samples", iteration, samples[: self._learner.config.sample_rows])
         return self.results()
 

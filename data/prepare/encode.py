@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from data.config import DataOptions
 from data.prepare.mixture import Origin
-from data.read.columns import first_user_text
+from data.read.columns import first_user_text, subset_of
 from data.read.records import Phase, Skipped, Unusable
 from rlhf.text.dialogues import Template
 from rlhf.text.messages import unread
@@ -70,7 +70,7 @@ class Preference:
     margin: float | None = None
     """how much better the chosen side is: the row's column `margin`"""
     subset: str = ""
-    """the group of pairs that it is evaluated with: the row's column `subset`"""
+    """the group of pairs that it is evaluated with (`--group-column`)"""
     weight: float = 1.0
     """of the pair in the loss: `Row.weight`"""
 
@@ -82,6 +82,8 @@ class Prompt:
     ids: tuple[int, ...]
     row: Row
     """the source row, with its prompt truncated as in `ids`"""
+    subset: str = ""
+    """the group of prompts that it is evaluated with (`--group-column`)"""
 
 
 Item = Demonstration | Preference | Prompt
@@ -204,13 +206,13 @@ class RowEncoder:
         fitted, (chosen, rejected), cut = self._truncate(row, prompt, one + rest, other + rest)
         if chosen == rejected:
             raise Unusable(EQUAL_WHEN_CUT)
-        margin, subset = row.columns.get("margin"), row.columns.get("subset")
+        margin = row.columns.get("margin")
         return Preference(
             (*fitted.ids, *chosen),
             (*fitted.ids, *rejected),
             len(fitted.ids),
             float(margin) if isinstance(margin, int | float) else None,
-            str(subset) if isinstance(subset, str | int) else "",
+            subset_of(row.columns, self.options.group_column),
             row.weight,
         ), cut
 
@@ -220,7 +222,8 @@ class RowEncoder:
     def _prompt(self, row: Row, ids: Ids) -> Encoded:
         fitted = self._fit_prompt(row, ids, self.options.max_prompt_length)
         cut = fitted.messages is not row.prompt
-        item = Prompt(tuple(fitted.ids), replace(row, prompt=tuple(fitted.messages)) if cut else row)
+        whole = replace(row, prompt=tuple(fitted.messages)) if cut else row
+        item = Prompt(tuple(fitted.ids), whole, subset_of(row.columns, self.options.group_column))
         return item, Truncation(prompt=cut, prompt_digest=fitted.digest)
 
     def _side(self, rows: Sequence[Row], side: str, texts: Sequence[str]) -> list[Ids]:

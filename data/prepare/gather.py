@@ -21,7 +21,7 @@ from data.prepare.mixture import Origin, origins_of_other_phases
 from data.prepare.owners import PromptOwners, unusable_reason
 from data.prepare.repetition import compare_sides
 from data.prepare.split import PHASES, group_digest, share_of_points, text_digest
-from data.read.columns import first_user_text
+from data.read.columns import GROUP_COLUMNS, first_user_text
 from data.read.records import Phase, Skipped
 from rlhf.errors import UserError
 from rlhf.text.dialogues import Template
@@ -207,7 +207,9 @@ class _Reader:
             ranking = text_digest(f"{number}\0{row.ranking}", seed) if row.ranking else 0
             sides = compare_sides(row) if phase == "reward" else (0, False, False)
             digests = (group, text_digest(text, seed), prompt, ranking, *sides)
-            yield text, row.location, (*digests, number, held_out, share == UNDECIDED, point)
+            column = self.options.group_column or GROUP_COLUMNS[0]
+            stored = row_to_json(row, phase, column) if column in row.columns else text  # a group changes no order
+            yield stored, row.location, (*digests, number, held_out, share == UNDECIDED, point)
             if missing is not None:
                 missing[held_out] -= 1
                 if max(missing.values()) <= 0:
@@ -330,7 +332,7 @@ def _exclude(rows: GatheredRows, excluded: np.ndarray, reason: str) -> None:
 
 STORED_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 PAIR_COLUMNS = ("margin", "subset")
-"""columns that a pair keeps"""
+"""columns that a pair keeps beside that of its group"""
 
 
 MORE = ("variables", "response_keys", "rejected_keys", "weight", "response_column")
@@ -343,14 +345,15 @@ def _message_to_json(message: Message) -> list[object]:
     return [*plain, message.keys, message.learned] if message.keys or not message.learned else plain
 
 
-def row_to_json(row: Row, phase: Phase) -> str:
+def row_to_json(row: Row, phase: Phase, group_column: str = "") -> str:
     """A row as JSON, reduced to what the phase needs: only ppo keeps group and all columns, for reward functions.
 
+    group_column: one more column that a pair keeps
     Raises: UserError for a column that JSON cannot hold.
     """
     group, columns = row.group, row.columns
     if phase != "ppo":
-        group, columns = "", {k: v for k, v in columns.items() if k in PAIR_COLUMNS}
+        group, columns = "", {k: v for k, v in columns.items() if k in (*PAIR_COLUMNS, group_column)}
         row = replace(row, response_column="") if row.response_column else row
     prompt = [_message_to_json(message) for message in row.prompt]
     more = {name: value for name in MORE if (value := getattr(row, name)) != getattr(PLAIN, name)}

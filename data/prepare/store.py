@@ -38,7 +38,7 @@ def features(phase: Phase, vocabulary: int) -> datasets.Features:
             "shorter": datasets.Value("int32"),
             "weight": datasets.Value("float32"),
         },
-        "ppo": {"ids": ids, "row": datasets.Value("string")},
+        "ppo": {"ids": ids, "row": datasets.Value("string"), "subset": datasets.Value("string")},
     }
     common = {"length": datasets.Value("int32"), "reason": datasets.Value("string")}
     common |= dict.fromkeys(("prompt_cut", "response_cut"), datasets.Value("bool"))
@@ -69,7 +69,8 @@ def _phase_columns(item: Item, text: str, cut: Truncation) -> Record:
         edges = [edge for span in item.spans for edge in span]
         return {"ids": item.ids, "spans": edges, "weight": item.weight, "length": len(item.ids)}
     if isinstance(item, Prompt):
-        return {"ids": item.ids, "row": row_to_json(item.row, "ppo") if cut.prompt else text, "length": len(item.ids)}
+        row = row_to_json(item.row, "ppo") if cut.prompt else text
+        return {"ids": item.ids, "row": row, "subset": item.subset, "length": len(item.ids)}
     start = item.prompt_length
     return {
         "prompt": item.chosen[:start],
@@ -89,7 +90,7 @@ def to_item(phase: Phase, columns: Record) -> Item:
         edges = columns["spans"]
         return Demonstration(tuple(columns["ids"]), tuple(zip(edges[::2], edges[1::2], strict=True)), columns["weight"])
     if phase == "ppo":
-        return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]))
+        return Prompt(tuple(columns["ids"]), row_from_json(columns["row"]), columns["subset"])
     prompt = columns["prompt"]
     sides = (*prompt, *columns["chosen"]), (*prompt, *columns["rejected"])
     return Preference(*sides, len(prompt), columns["margin"], columns["subset"], columns["weight"])

@@ -17,6 +17,8 @@ from rlhf.text.messages import short_json
 from rlhf.types import Message
 
 ROLES = ("system", "user", "assistant", "tool")
+GROUP_COLUMNS = ("group", "subset")
+"""where the name of a row's group is, unless an option says it"""
 
 
 def read_value(record: Record, column: str, location: str) -> Any:
@@ -77,6 +79,12 @@ def read_structs(record: Record, column: str, location: str) -> list[tuple[str, 
 def select_columns(record: Record, *columns: str) -> Record:
     """Those of `columns` that the record has. They become the row's columns, for reward functions."""
     return {column: record[column] for column in columns if column in record}
+
+
+def subset_of(columns: Record, group_column: str | None = None) -> str:
+    """The group that a row is evaluated with, as the option `group_column` and the row's columns name it."""
+    names = [columns.get(name) for name in ([group_column] if group_column else GROUP_COLUMNS)]
+    return next((str(name) for name in names if isinstance(name, str | int)), "")
 
 
 def user_prompt(text: str) -> tuple[Message, ...]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from data.read.columns import as_prompt, first_user_text, read_number, read_struct
+from data.read.columns import GROUP_COLUMNS, as_prompt, first_user_text, read_number, read_struct
 from data.read.dialogues import (
     join_prompt,
     read_dialogue,
@@ -27,7 +27,7 @@ from rlhf.text.messages import short_json
 from rlhf.types import Message, Row
 
 SIDES = ("chosen", "rejected")
-NAMED = ("margin", "subset")
+NAMED = ("margin", *GROUP_COLUMNS)
 """columns of a pair with a meaning of their own"""
 PROMPT_NAMES = ("input", "query", "user_input", "problem")
 """columns in which files of other tools have the prompt"""

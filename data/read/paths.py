@@ -45,6 +45,8 @@ class TableConfig(Config):
     """configuration of the hub dataset, or of its clone"""
     data_dir: str | None = None
     """directory inside the hub dataset or a local directory, such as harmless-base"""
+    group: str | None = None
+    """the group in which all rows of the path are evaluated: the value of a column `group`"""
     lines: bool = False
     """.txt files: each line is a document; otherwise empty lines separate documents"""
     streaming: bool = False

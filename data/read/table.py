@@ -142,7 +142,11 @@ class Table:
         return isinstance(self.reader, HubDataset)
 
     def rows(self, phase: Phase) -> Iterator[Row | Skipped]:
-        return self.combine(self._parsed(phase), phase)
+        rows = self.combine(self._parsed(phase), phase)
+        if self.config.group is None:
+            return rows
+        group = {"group": self.config.group}
+        return (replace(row, columns=row.columns | group) if isinstance(row, Row) else row for row in rows)
 
     def fingerprint(self, phase: Phase) -> str:
         """A text that changes whenever the records change."""

@@ -29,6 +29,11 @@ ANIMALS = (
     "fox", "owl", "bear", "wolf", "cat", "dog", "horse", "mouse",
     "frog", "duck", "swan", "deer", "goat", "crow", "seal", "hare",
 )  # fmt: skip
+KINDS = {
+    **{"owl": "bird", "duck": "bird", "swan": "bird", "crow": "bird"},
+    **{"cat": "tame", "dog": "tame", "horse": "tame", "goat": "tame"},
+}
+"""the group of an animal; all others are wild"""
 LOCATIONS = ("forest", "garden", "valley", "village", "river", "field")
 ADJECTIVES = {
     1: ("kind", "calm", "brave", "gentle", "honest", "cheerful"),
@@ -77,13 +82,13 @@ class Demo:
         for i in range(count):
             subject = order[i % len(order)]
             rng = random.Random(f"{self.config.seed}:{phase}:{i}")
-            prompt = (Message("user", subject.prompt),)
+            prompt, columns = (Message("user", subject.prompt),), {"group": KINDS.get(subject.animal, "wild")}
             if phase == "ppo":
-                yield Row(prompt)
+                yield Row(prompt, columns=columns)
             elif phase == "sft":
                 yield Row(prompt, subject.respond(_adjectives(rng)))
             else:
-                yield Row(prompt, *_pair(subject, rng, self.config.malformed))
+                yield Row(prompt, *_pair(subject, rng, self.config.malformed), columns=columns)
 
     def fingerprint(self, phase: Phase) -> str:
         """A text that changes whenever the rows change: a digest of this file and the config."""

@@ -21,16 +21,21 @@ class Interval:
         return (self.high - self.low) / 2
 
 
-def mean_interval(values: Tensor) -> Interval:
-    """The mean of `values` [N], N >= 2, with Student's t interval: mean +- t_{N-1} s / sqrt(N)."""
+def mean_interval(values: Tensor, together: int = 1) -> Interval:
+    """The mean of `values` [N], N >= 2, with Student's t interval: mean +- t_{N-1} s / sqrt(N).
+
+    together: of how many intervals all shall contain their means in 95 % of runs, however the samples depend on each
+        other (Bonferroni): `low` and `high` are then the bounds of 1 - 0.05 / together
+    """
     values = values.double()
     mean = values.mean().item()
-    half_width = student_t(len(values) - 1) * values.std().item() / len(values) ** 0.5
+    half_width = student_t(len(values) - 1, together) * values.std().item() / len(values) ** 0.5
     return Interval(mean, mean - half_width, mean + half_width)
 
 
-def win_rate_interval(wins: Tensor) -> Interval:
+def win_rate_interval(wins: Tensor, together: int = 1) -> Interval:
     """The mean of `wins` [N], each in [0, 1], with the t interval of `wins` plus one prompt won and one prompt lost.
+    together: as of `mean_interval`.
 
     Bonett & Price 2012 (doi 10.3102/1076998611411915) add the same two prompts for paired proportions. Their values are
     0, 1/2 or 1, with the normal quantile; here fractions between are allowed. Without the two prompts, a policy that
@@ -38,7 +43,7 @@ def win_rate_interval(wins: Tensor) -> Interval:
     win rate of 0.95 it covers 65 %. Wilson's interval is twice too wide where most prompts tie.
     """
     wins = wins.double()
-    around = mean_interval(torch.cat([wins, torch.tensor([0.0, 1.0], dtype=wins.dtype, device=wins.device)]))
+    around = mean_interval(torch.cat([wins, torch.tensor([0.0, 1.0], dtype=wins.dtype, device=wins.device)]), together)
     return Interval(wins.mean().item(), max(0.0, around.low), min(1.0, around.high))
 
 
@@ -101,14 +106,15 @@ def _different(values: Tensor) -> Tensor:
     return values[:, ~torch.eye(values.shape[1], dtype=torch.bool, device=values.device)]
 
 
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: exact at 1 and 2 degrees of freedom, from 3 on that of Abramowitz & Stegun
-    26.7.5, which is 0.13 % too small at most."""
+def student_t(freedom: int, together: int = 1) -> float:
+    """The quantile p = 1 - 0.025 / together of Student's t: exact at 1 and 2 degrees of freedom, from 3 on that of
+    Abramowitz & Stegun 26.7.5, which is 0.13 % too small at most for 97.5 %."""
+    tail = 0.025 / together
     if freedom == 1:
-        return math.tan(0.475 * math.pi)
+        return math.tan((0.5 - tail) * math.pi)
     if freedom == 2:
-        return 0.95 / math.sqrt(2 * 0.975 * 0.025)
-    z = NormalDist().inv_cdf(0.975)
+        return (1 - 2 * tail) / math.sqrt(2 * (1 - tail) * tail)
+    z = NormalDist().inv_cdf(1 - tail)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -23,9 +23,10 @@ def by_element(values: Tensor, elements: Tensor) -> Tensor:
     return torch.zeros(len(counts), dtype=torch.float64).index_add(0, index, values.double()) / counts
 
 
-def accuracy(gaps: Tensor, elements: Tensor) -> Interval:
-    """The share of pairs in the right order, each element weighing as one pair, with its 95 % interval."""
-    return win_rate_interval(by_element(in_order(gaps), elements))
+def accuracy(gaps: Tensor, elements: Tensor, together: int = 1) -> Interval:
+    """The share of pairs in the right order, each element weighing as one pair, with its 95 % interval.
+    together: as of `mean_interval`."""
+    return win_rate_interval(by_element(in_order(gaps), elements), together)
 
 
 def list_accuracy(gaps: Tensor, elements: Tensor) -> Interval | None:

@@ -5,6 +5,7 @@ import math
 
 UNKNOWN = "\u2013"
 """in place of a number that is not known"""
+MINUS = "\u2212"
 
 
 def cell(value: float | None) -> str:
@@ -24,7 +25,7 @@ def short(value: float) -> str:
         text = f"{value:,.0f}"
     else:
         text = f"{value:.{2 if size >= 0.995 or not size else 3}f}" if size < 100 else f"{value:.0f}"
-    return _trimmed(text) if "e" not in text else text.replace("-", "\u2212")
+    return _trimmed(text) if "e" not in text else text.replace("-", MINUS)
 
 
 def with_half_width(value: float, half: float) -> tuple[str, str]:
@@ -33,7 +34,7 @@ def with_half_width(value: float, half: float) -> tuple[str, str]:
         return short(value), short(half)
     decimals = max(0, 1 - math.floor(math.log10(half)))
     value = 0.0 if abs(value) < 0.5 * 10.0**-decimals else value
-    return f"{value:.{decimals}f}".replace("-", "\u2212"), f"{half:.{decimals}f}"
+    return f"{value:.{decimals}f}".replace("-", MINUS), f"{half:.{decimals}f}"
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -57,4 +58,4 @@ def tick_labels(values: list[float]) -> list[tuple[float, str]]:
 
 def _trimmed(text: str) -> str:
     text = text.rstrip("0").rstrip(".") if "." in text else text
-    return ("0" if text == "-0" else text).replace("-", "\u2212")
+    return ("0" if text == "-0" else text).replace("-", MINUS)

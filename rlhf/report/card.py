@@ -19,6 +19,7 @@ from rlhf.config.secrets import masked
 from rlhf.hub.cards import LOCAL_BASE, TAG, BaseModel, base_model
 from rlhf.pages.page import picture, render_part, visible
 from rlhf.report.figures import curves
+from rlhf.report.groups import groups
 from rlhf.report.records import Row, StageRecord
 from rlhf.report.verdict import Change, changes
 from rlhf.storage import disk
@@ -67,6 +68,7 @@ def write_card(model: Path, stage: StageRecord, folder: str, inputs: Mapping[str
         rows=((stage.data or {}).get("train") or {}).get("rows"),
         steps=stage.steps,
         results=results,
+        by_group=groups(stage) if results else None,
         picture=CARD[1] if figures else None,
         curve=figures[0].chart.title if figures else "",
         options=[Markup(f"{name}: {visible(json.dumps(value))}") for name, value in published(options).items()],

@@ -141,3 +141,9 @@ def number(row: Row, name: str) -> float | None:
     """A number of a row; None if it has none."""
     value = row.get(name)
     return float(value) if value is not None and _is_number(value) else None
+
+
+def before_and_after(samples: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    """(before, after) of each held-out response that has both numbers."""
+    pairs = [(number(row, f"{name}_before"), number(row, name)) for row in samples] if name else []
+    return [(old, new) for old, new in pairs if old is not None and new is not None]

@@ -14,7 +14,7 @@ from rlhf.maths import best_of_n
 from rlhf.maths.intervals import POWER, Interval, mean_interval, power, student_t, win_rate_interval
 from rlhf.maths.length_control import win_rate_at_equal_length
 from rlhf.pages.numbers import UNKNOWN, short, with_half_width
-from rlhf.report.records import Row, RunRecord, StageRecord, number, read_stage
+from rlhf.report.records import Row, RunRecord, StageRecord, before_and_after, number, read_stage
 
 NEAR = 0.8
 """of the gain of best-of-n at the same KL; with less a run is told what comes closer (docs/results/efficiency.md)"""
@@ -120,7 +120,7 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
     trained = last.get("step") != 0 or before is not None
     if before is None and evaluations[0].get("step") == 0:
         before = number(evaluations[0], result.metric)
-    pairs = _pairs(stage.samples, result.sample) if last.get("step") != 0 else []
+    pairs = before_and_after(stage.samples, result.sample) if last.get("step") != 0 else []
     differences = [after - old for old, after in pairs]
     half_width = number(last, f"{result.metric}_ci95") if trained else None
     if trained and half_width is None and result.share and stage.pair_scores is not None:
@@ -137,12 +137,6 @@ def _change(stage: StageRecord, result: Result) -> Change | None:
         losses=sum(difference < 0 for difference in differences),
         baselines=tuple((rule, last[name]) for name, rule in result.baselines if number(last, name) is not None),
     )
-
-
-def _pairs(samples: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(before, after) of each held-out response that has both numbers."""
-    pairs = [(number(row, f"{name}_before"), number(row, name)) for row in samples] if name else []
-    return [(old, new) for old, new in pairs if old is not None and new is not None]
 
 
 def _accuracy_half_width(scores: Tree) -> float | None:
@@ -296,7 +290,7 @@ def _length_alone(stage: StageRecord, change: Change) -> list[str]:
     rows = [row for row in stage.samples if number(row, name) is not None and number(row, f"{name}_before") is not None]
     words = [[len(str(row.get(side)).split()) for side in ("before", "after")] for row in rows]
     longer = torch.tensor([float(after - before) for before, after in words])
-    wins = torch.tensor([after - old for old, after in _pairs(rows, name)]).sign() / 2 + 0.5
+    wins = torch.tensor([after - old for old, after in before_and_after(rows, name)]).sign() / 2 + 0.5
     rate, grown = win_rate_at_equal_length(wins, longer), mean_interval(longer)
     if rate is None or rate.low > 0.5 or grown.low <= 0 <= grown.high:
         return []

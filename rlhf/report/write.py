@@ -10,6 +10,7 @@ from rlhf.pages import page
 from rlhf.pages.charts import COLOURS, Chart, histogram
 from rlhf.report import facts, figures, seal
 from rlhf.report.figures import Figure
+from rlhf.report.groups import Groups, groups
 from rlhf.report.invariants import Checked, invariants
 from rlhf.report.meanings import Meaning, read_meanings
 from rlhf.report.records import Row, RunRecord, read_runs
@@ -31,6 +32,8 @@ class RunSummary:
     verdict: Verdict
     changes: tuple[tuple[str, tuple[Change, ...]], ...]
     """(stage, its results)"""
+    groups: tuple[tuple[str, Groups], ...]
+    """(stage, its groups of held-out rows), of stages that have some"""
     invariants: tuple[Checked, ...]
     taught: tuple[Taught, ...]
     seal: str
@@ -100,9 +103,17 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
 
 def _summary(run: RunRecord, colour: int) -> RunSummary:
     by_stage = tuple((stage.directory.name, tuple(changes(stage))) for stage in reversed(run.stages))
+    by_group = [(stage.directory.name, groups(stage)) for stage in reversed(run.stages)]
     samples = [row for stage in run.stages for row in stage.samples]
     return RunSummary(
-        run, colour, judge(run), by_stage, tuple(invariants(run)), tuple(taught(samples)), seal.describe(run.path)
+        run=run,
+        colour=colour,
+        verdict=judge(run),
+        changes=by_stage,
+        groups=tuple((name, table) for name, table in by_group if table),
+        invariants=tuple(invariants(run)),
+        taught=tuple(taught(samples)),
+        seal=seal.describe(run.path),
     )
 
 

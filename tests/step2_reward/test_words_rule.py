@@ -24,7 +24,7 @@ class Pairs(list[Any]):
 def test_held_out_pairs_keep_their_weights_on_every_rank(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And their gaps in length; a pair is known by its score, which is the length of its chosen side here."""
+    """And their gaps in length, and their rows; a pair is known by its score, here the length of its chosen side."""
 
     def lengths_of(_: Any, pairs: Any) -> Any:
         scores = torch.stack([pairs.chosen.lengths, pairs.rejected.lengths], 1).float()
@@ -35,8 +35,8 @@ def test_held_out_pairs_keep_their_weights_on_every_rank(
     monkeypatch.setattr(collectives, "rows_of_rank", lambda count: [*range(rank, count, 2)])
     engine: Any = SimpleNamespace(inference=lambda: contextlib.nullcontext())
     scored = heldout.score_pairs(engine, dataset, 3, tiny.PAD, lengths_of)
-    pairs = [(dataset[i], weights[i]) for i in range(rank, len(dataset), 2)]
-    expected = [[len(x.chosen), len(x.rejected), w, len(x.chosen) - len(x.rejected)] for x, w in pairs]
+    pairs = [(dataset[i], weights[i], i) for i in range(rank, len(dataset), 2)]
+    expected = [[len(x.chosen), len(x.rejected), w, len(x.chosen) - len(x.rejected), i] for x, w, i in pairs]
     torch.testing.assert_close(torch.tensor(sorted(scored.tolist())), torch.tensor(sorted(expected)))
     assert len({*weights}) > 1
 

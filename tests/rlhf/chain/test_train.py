@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from data.sources import demo
 from rlhf import console, errors
 from rlhf.chain import command as train
 from rlhf.chain import recount, verify
@@ -113,6 +114,11 @@ def test_the_chain_ends_with_a_report(finished: tuple[Path, subprocess.Completed
     page = (out / "report.html").read_text(encoding="utf-8")
     for text in ("Scores of held-out pairs", "tell me about the", "1 process on ", "Judge against KL"):
         assert text in page, text
+    kinds = {kind: [name for name, other in demo.KINDS.items() if other == kind] for kind in ("bird", "tame")}
+    for line in (out / "step3_ppo/samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        assert sample["group"] == next((kind for kind in kinds if sample["question"].split()[5] in kinds[kind]), "wild")
+    assert "For whom" in page and re.search(r"wild \(2\d pairs\): ", page)
     assert len(page) < 1_000_000
 
 
