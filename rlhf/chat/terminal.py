@@ -16,7 +16,8 @@ from rlhf.streams import printable
 
 HELP = """\
 /reset       start a new dialogue
-/help, /quit"""
+/help, /quit
+l, r, t      after two answers: the left one is better, the right one, a tie"""
 VOTE = "better: l left, r right, t tie, then Enter; Enter alone is no vote> "
 VOTES: dict[str, Preference] = {"l": "a", "r": "b", "t": "tie"}
 SIDES = ("left", "right")

@@ -31,6 +31,11 @@ FONTS = ["system-ui", "sans-serif"]
 MAX_BODY = 2**20
 """bytes of a request: a message and what Gradio adds are far shorter"""
 SIDES = ("left", "right")
+STYLE = """
+.dialogue { height: 56vh !important; }
+@media (max-width: 640px) { .dialogue { height: calc(54vh / var(--dialogues)) !important; } h1 { font-size: 1.1rem; } }
+"""
+"""on a phone too, all dialogues and the message box below them fit on the screen"""
 Messages = list[dict[str, str]]
 
 
@@ -48,7 +53,8 @@ def as_html(text: str) -> str:
 
 
 class Page:
-    """The handlers of the page's events. Each gets the session of its page."""
+    """The handlers of the page's events: each gets the session of its page, and returns the dialogue of each side, for
+    `ask` the input, the status, and whether the row of votes is shown."""
 
     def __init__(self, session: Session, options: ChatOptions) -> None:
         self._session, self._options = session, options
@@ -59,27 +65,27 @@ class Page:
         return Session(self._session.models, self._session.policies, self._options)
 
     def ask(self, session: Session, text: str) -> Iterator[list[object]]:
-        """The answers as they are written: the dialogue of each side, the input, the status."""
+        """The answers as they are written."""
         try:
             turn = session.ask(text)
         except UserError as error:
-            yield [*self._sides(session), text, f"error: {error}"]
+            yield [*self._sides(session), text, f"error: {error}", gr.update(visible=False)]
             return
         answers = [""] * self.sides
         for side, piece in pieces(turn):
             answers[side] += piece
-            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ..."]
+            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", gr.update(visible=False)]
         if session.turn is not turn:  # the person has started a new dialogue meanwhile
             return
         try:
             session.score()
         except UserError as error:
-            yield [*self._sides(session), "", f"error: {error}"]
+            yield [*self._sides(session), "", f"error: {error}", gr.update(visible=False)]
             return
         refusal = session.refusal() if self.sides == 2 else ""
         status = "which answer is better?" if self.sides == 2 else _names(turn)
         status = f"no vote: {refusal}. {_names(turn)}" if refusal else status
-        yield [*_answers(turn), "", status]
+        yield [*_answers(turn), "", status, gr.update(visible=self.sides == 2 and not refusal)]
 
     def vote(self, preference: Preference) -> Callable[[Session], list[object]]:
         def handle(session: Session) -> list[object]:
@@ -87,15 +93,16 @@ class Page:
             try:
                 session.vote(preference)
             except UserError as error:
-                return [*self._sides(session), f"{error}"]
+                return [*self._sides(session), f"{error}", gr.update(visible=False)]
             assert turn is not None
-            return [*_answers(turn), f"vote written to {session.votes}. {_names(turn)}"]
+            written = f"vote written to {session.votes}. {_names(turn)}"
+            return [*_answers(turn), written, gr.update(visible=False)]
 
         return handle
 
     def reset(self, session: Session) -> list[object]:
         session.reset()
-        return [*self._sides(session), "new dialogue"]
+        return [*self._sides(session), "new dialogue", gr.update(visible=False)]
 
     def _sides(self, session: Session) -> list[Messages]:
         turn = session.turn
@@ -120,21 +127,23 @@ def build(session: Session, options: ChatOptions) -> gr.Blocks:
     page = Page(session, options)
     with gr.Blocks(title="rlhf chat", analytics_enabled=False) as blocks:
         state = gr.State()
+        title = "Which answer is better? Names are shown after the vote." if page.sides == 2 else session.policies[0]
+        gr.HTML(f"<style>:root {{ --dialogues: {page.sides}; }}</style><h1>{html.escape(title)}</h1>", padding=False)
         with gr.Row():
             labels = SIDES if page.sides == 2 else session.policies
             plain = {"render_markdown": False, "latex_delimiters": [], "buttons": [], "feedback_options": None}
+            plain |= {"elem_classes": "dialogue"}
             chats = [gr.Chatbot(label=label, elem_id=f"chat-{i}", **plain) for i, label in enumerate(labels)]
         message = gr.Textbox(label="Message", elem_id="message", autofocus=True, submit_btn="Send", interactive=False)
         status = gr.Textbox(label="Status", elem_id="status", interactive=False)
-        with gr.Row():
+        with gr.Row(visible=False, elem_id="votes") as votes:
             for preference, text in (("a", "Left is better"), ("tie", "Tie"), ("b", "Right is better")):
-                if page.sides == 2:
-                    button = gr.Button(text, elem_id=f"vote-{preference}")
-                    button.click(page.vote(preference), [state], [*chats, status])  # type: ignore[arg-type]
-            new = gr.Button("New dialogue", elem_id="new")
-        message.submit(page.ask, [state, message], [*chats, message, status])
+                button = gr.Button(text, elem_id=f"vote-{preference}", variant="primary")
+                button.click(page.vote(preference), [state], [*chats, status, votes])  # type: ignore[arg-type]
+        new = gr.Button("New dialogue", elem_id="new")
+        message.submit(page.ask, [state, message], [*chats, message, status, votes])
         for clear in (new.click, *(chat.clear for chat in chats)):
-            clear(page.reset, [state], [*chats, status])
+            clear(page.reset, [state], [*chats, status, votes])
         # Until then a message would have no session.
         blocks.load(page.open, None, [state]).then(lambda: gr.update(interactive=True), None, [message])
     return blocks
@@ -173,6 +182,7 @@ def launch(session: Session, options: ChatOptions) -> tuple[gr.Blocks, str]:
             footer_links=[],
             ssr_mode=False,
             theme=theme,
+            css=STYLE,
             app_kwargs={"middleware": middleware},
         )
     except OSError as error:

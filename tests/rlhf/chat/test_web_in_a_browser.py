@@ -84,3 +84,20 @@ def test_a_person_types_reads_votes_and_finds_the_row(page: Page, served: Any) -
     [read] = open_origin(str(file)).rows("reward")
     assert isinstance(read, Row) and (read.response, read.rejected) == (row["response_b"], row["response_a"])
     assert all(address.startswith((url, "data:", "blob:")) for address in page.requests()), page.requests()
+
+
+def test_on_a_phone_the_message_box_is_on_the_screen_and_votes_come_with_answers(page: Page, served: Any) -> None:
+    shown = "document.querySelector('#vote-a')?.checkVisibility() ?? false"
+    click(page, "new", "new dialogue")
+    page.resize(390, 844)
+    assert page.value("document.querySelector('#message').getBoundingClientRect().bottom") <= 844
+    assert page.value("document.documentElement.scrollWidth") == 390
+    assert page.value("document.querySelector('h1').checkVisibility()") and not page.value(shown)
+    for question in served[2] * 3:
+        if send(page, question):
+            break
+        assert not page.value(shown)
+        click(page, "new", "new dialogue")
+    wait_for(page, shown)
+    click(page, "vote-tie", "vote written")
+    wait_for(page, f"!({shown})")
