@@ -8,6 +8,10 @@ from pydantic import Field, field_validator
 
 from rlhf.config import Config
 
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+"""of the files that `data/read/formats.py` reads"""
+FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
+
 
 class DataOptions(Config):
     """Which rows are used, how they are divided, and how they become tokens."""

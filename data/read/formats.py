@@ -229,4 +229,3 @@ FORMATS: dict[str, Callable[[DataFile, IO[bytes]], LocatedRecords]] = {
     ".parquet": _read_parquet,
     ".txt": _read_documents,
 }
-SUFFIXES = tuple(FORMATS)

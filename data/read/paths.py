@@ -13,7 +13,8 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from pydantic import ConfigDict
 
-from data.read.formats import SUFFIXES, LocatedRecords, read_records, suffix
+from data.config import FILE_TYPES, SUFFIXES
+from data.read.formats import LocatedRecords, read_records, suffix
 from data.read.records import Skipped, without_padding
 from data.read.remote import DataFile, RemoteFile, find_files, is_remote, refuse_failures
 from rlhf.config import Config, suggest
@@ -23,7 +24,6 @@ from rlhf.text.tokenizer import require_hub
 T = TypeVar("T")
 METADATA_FILES = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 """files that `datasets` writes beside the data"""
-FILE_TYPES = f"{', '.join(SUFFIXES)} (.gz too)"
 HUB_ID = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 BUILDER = re.compile(rb"\b(?:GeneratorBased|ArrowBased|Dataset)Builder\b")
 READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rlhf import console, streams
+from rlhf.chain import early
 from rlhf.chain.deployment import resolve_deployment
 from rlhf.chain.options import (
     SECTIONS,
@@ -229,7 +230,10 @@ def read_command(words: list[str], program: str) -> Command | None:
     if "--help-all" in argv:
         print(full_help(chain_config(argv), program, about))
         return None
-    chain = read(argv, overlay(argv, over))
+    settings = overlay(argv, over)
+    if not shown:
+        early.refuse_plain_mistakes(argv, settings)
+    chain = read(argv, settings)
     require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")

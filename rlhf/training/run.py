@@ -158,8 +158,7 @@ class Run:
     def resume(self, state: Resumable) -> None:
         """Restore `state` from the newest checkpoint, if there is one; `run_loop` will save the same state."""
         self._state = Resumable(state.numbers, state.tensors, self._logs)
-        before = {} if self._checkpoint is None else self._checkpoint.manifest
-        self.manifest["random_generators"] = before.get("random_generators", random_sources.digest())
+        self.manifest["random_generators"] = random_sources.digest()
         if self._checkpoint is not None:
             self._checkpoint.restore(self._state, self.options.seed)
             console.say(f"{self.stage}: resumes after step {self.done}, from {self._checkpoint.folder}")

@@ -35,7 +35,7 @@ TORCH_FREE = (
     "rlhf.cli", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.config.options", "rlhf.config.short_help",
     "rlhf.errors", "rlhf.streams", "rlhf.private_folders", "rlhf.hub.short_names",
     "rlhf.training.stage_process", "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
-    "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "data.config",
+    "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "rlhf.chain.early", "data.config",
     "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options",
     "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",
     *(f"{stage}.config" for stage in STAGES),

@@ -104,7 +104,8 @@ def test_a_model_of_the_same_name_with_another_content(
     name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model").symlink_to(runs / name[3:])
-    _, said, _ = difference(runs / "base/out", fine_tune(tmp_path / "run", ROWS), capsys)
+    _, said, rest = difference(runs / "base/out", fine_tune(tmp_path / "run", ROWS), capsys)
+    assert ("starting weights" in rest) == (name == "../heavier"), "weights are not the model's other files"
     kind = {"../heavier": "starting weights of step1_sft: model", "../other_words": "tokenizer of step1_sft"}[name]
     assert said.startswith(f"The first difference is in the {kind}"), said
 
@@ -249,7 +250,7 @@ def test_rows_differ(
     assert code == 1 and re.match(f"The first difference is in the rows of {REWARD}: {named}.*$", said), said
 
 
-ROW = {"kind": "train", "step": 1, "seconds": 1.0, "loss": 1.0, "kl": 1e-9, "tokens_per_second": 5.0}
+ROW = {"kind": "train", "step": 1, "seconds": 1.0, "loss": 1.0, "kl": 1e-9, "lr": 1e-3, "tokens_per_second": 5.0}
 
 
 def numbers(directory: Path, rows: list[Tree], dtype: str = "fp32") -> differences.Numbers:
@@ -273,13 +274,16 @@ def test_from_which_step_on_numbers_differ_by_more_than_rounding(tmp_path: Path)
     rows[3] |= {"loss": 1.00002}
     rows[4] |= {"kl": 2.0, "loss": 1.5}
     found = numbers(tmp_path / "fp32", rows)
-    assert (found.count, found.last) == (10, 5)
+    assert (found.count, found.last) == (15, 5)
     assert found.first == differences.Parting("kl", 2, (1e-9, 2e-9))
     assert found.beyond_rounding == differences.Parting("loss", 4, (1.0, 1.00002))
     found = numbers(tmp_path / "bf16", rows, "bf16")
     assert found.beyond_rounding == differences.Parting("loss", 5, (1.0, 1.5))
     rows[4]["loss"] = 1 + 2**-8
     assert numbers(tmp_path / "half a step", rows, "bf16").beyond_rounding is None
+    rows[3]["lr"] = 1.02e-3
+    small = numbers(tmp_path / "small", rows, "bf16").beyond_rounding
+    assert small == differences.Parting("lr", 4, (1e-3, 1.02e-3)), "of its own size"
     rows[0]["loss"] = None
     assert numbers(tmp_path / "no number", rows, "bf16").beyond_rounding == differences.Parting("loss", 1, (1.0, None))
 
@@ -349,6 +353,7 @@ def test_what_an_older_run_has_not_recorded(two: tuple[Path, Path], capsys: pyte
     def older(manifest: Tree) -> None:
         for name in ("tokenizer", "random_generators", "hardware"):
             del manifest[name]
+        del manifest["versions"]["rlhf-pipeline"]
         for entry in manifest["inputs"].values():
             del entry["weights"]
 
