@@ -173,9 +173,9 @@ def require_usable(report: Tree, phase: Phase, options: DataOptions) -> None:
     for name, purpose in SPLITS.items():
         if not report[name]["rows"] and (name == "train" or evaluates):
             counts = ", ".join(f"{count} {reason}" for reason, count in count_outcomes(report).items())
+            got = f"0 usable rows for {purpose} in {phase}; of {total} rows: {counts}" if total else "no rows"
             raise UserError(
-                f"{data_paths}: 0 usable rows for {purpose} in {phase}; of {total} rows: {counts or 'none'}; "
-                f"expected rows with {REQUIRED[phase]}; add some, or change "
+                f"{data_paths}: {got}; expected rows with {REQUIRED[phase]}; add some, or change "
                 f"--data-split ({','.join(f'{share:g}' for share in options.data_split)}), "
                 f"--eval-fraction ({options.eval_fraction:g}), --max-length ({options.max_length}) or "
                 f"--max-prompt-length ({options.max_prompt_length}){hints(report)}"

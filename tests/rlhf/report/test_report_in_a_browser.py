@@ -1,6 +1,8 @@
 """The report in headless Chromium: nothing is loaded or run but the page itself, and what people do with it works."""
 
+import base64
 import itertools
+import re
 import struct
 from collections.abc import Iterator
 from xml.etree import ElementTree
@@ -134,6 +136,11 @@ def test_a_table_is_copied(page: Page) -> None:
     ]  # fmt: skip
     assert latex[4] == "\\multicolumn{5}{l}{step3\\_ppo} \\\\" and "$\\pm$" in latex[5]
     assert all(line.count("&") == 4 for line in latex[5:10] if "multicolumn" not in line)
+
+
+def test_it_prints_on_three_pages(page: Page) -> None:
+    printed = base64.b64decode(page.call("Page.printToPDF", paperWidth=8.27, paperHeight=11.69)["data"])
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 3
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
