@@ -18,7 +18,7 @@ from data.prepare.encode import Item, Recipe
 from data.prepare.gather import row_to_json
 from data.prepare.mixture import Origin, origins, origins_of_other_phases
 from data.prepare.pipeline import build_dataset
-from data.prepare.report import REQUIRED, count_outcomes, data_warnings, dropped, hints, require_usable
+from data.prepare.report import REQUIRED, count_outcomes, data_warnings, division_notes, dropped, hints, require_usable
 from data.prepare.split import PHASES
 from data.prepare.store import read_items, to_item
 from data.read.records import Phase, Skipped
@@ -131,6 +131,8 @@ class PhaseData(Generic[T]):
     report: Tree
     notes: tuple[str, ...] = ()
     """warnings to print before training"""
+    notes_of_run: tuple[str, ...] = ()
+    """those that are printed by the first stage of a run only"""
 
 
 def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PhaseData[Any]:
@@ -173,7 +175,8 @@ def open_datasets(options: DataOptions, recipe: Recipe, tokenizer: PreTrainedTok
         return PromptDataset(recipe.phase, table, _load_indices(folder / f"{name}.npy"), reasons, elements)
 
     splits = split("train", dropped(report)), split("evaluation", report["evaluation"]["dropped"])
-    return PhaseData(*splits, report, tuple(data_warnings(report, recipe.phase, options)))
+    of_run = tuple(division_notes(report, recipe.phase, options))
+    return PhaseData(*splits, report, tuple(data_warnings(report, options)), of_run)
 
 
 def _read_too(options: DataOptions, phase: Phase, own_data_only: bool) -> dict[str, tuple[Phase, Origin]]:

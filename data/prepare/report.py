@@ -117,8 +117,8 @@ def dropped(report: Tree) -> dict[str, int]:
     return {reason: count for reason, count in count_outcomes(report).items() if reason not in NORMAL_OUTCOMES}
 
 
-def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]:
-    """Warnings on the rows of a phase before training: how many were truncated, and how many other phases own."""
+def data_warnings(report: Tree, options: DataOptions) -> list[str]:
+    """Warnings on the rows of a phase before training: how many were truncated."""
     warnings, train = [], report["train"]
     if train["shortened"]:
         parts = {"part of the prompt": "prompts_shortened", "the end of a response": "responses_shortened"}
@@ -133,16 +133,21 @@ def data_warnings(report: Tree, phase: Phase, options: DataOptions) -> list[str]
             "once old turns are cut, and rows are divided by whole dialogues: the same prompt may serve several stages "
             f"(--max-prompt-length {options.max_prompt_length}, --max-length {options.max_length})"
         )
-    other_phase = count_outcomes(report).get(OTHER_PHASE, 0)
-    if other_phase:
-        split_for_all = ",".join(str(int(name == phase)) for name in PHASES)
-        shares = ",".join(f"{share:g}" for share in options.data_split)
-        warnings.append(
-            f"{other_phase} of the {report['useful']} rows that it can use are the other stages' share "
-            f"(--data-split {shares}), so that no prompt serves two stages; a run of this stage alone takes all with "
-            f"--data-split {split_for_all}"
-        )
     return warnings
+
+
+def division_notes(report: Tree, phase: Phase, options: DataOptions) -> list[str]:
+    """How many rows other phases own, if any: a note that one stage of a run has for all."""
+    other_phase = count_outcomes(report).get(OTHER_PHASE, 0)
+    if not other_phase:
+        return []
+    split_for_all = ",".join(str(int(name == phase)) for name in PHASES)
+    shares = ",".join(f"{share:g}" for share in options.data_split)
+    return [
+        f"{other_phase} of the {report['useful']} rows that it can use are the other stages' share "
+        f"(--data-split {shares}), so that no prompt serves two stages; a run of this stage alone takes all with "
+        f"--data-split {split_for_all}"
+    ]
 
 
 def hints(report: Tree) -> str:

@@ -205,6 +205,13 @@ def _require_same_files(
         raise _refusal(directory, finished, files, CURE if finished else CHANGE)
 
 
+def notes_on(data: Any, stage: Path) -> tuple[str, ...]:
+    """What is printed of the data of a stage (data.dataset.PhaseData): notes of the run only if no stage before it, by
+    the names of their folders, has read data there."""
+    earlier = [file for file in stage.parent.glob("*/data.json") if file.parent.name < stage.name]
+    return (*data.notes, *(() if earlier else data.notes_of_run))
+
+
 def require_same_data(manifest: Tree, data: Mapping[str, str]) -> None:
     """Raises: UserError if data has changed since the checkpoint of `manifest`; data that is not on this machine is
     known only when it has been read. data: a digest of each path"""

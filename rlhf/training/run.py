@@ -152,7 +152,7 @@ class Run:
             + f", {len(data.evaluation)} held out"
             + (f"; dropped {dropped}" if dropped else "")
         )
-        for note in data.notes:
+        for note in progress.notes_on(data, self.directory):
             console.say(f"{self.stage}: {note}")
 
     def resume(self, state: Resumable) -> None:

@@ -147,19 +147,21 @@ def test_a_stage_alone_says_how_to_take_all_rows(
     numbers, count = range(10, 50), 40
     left_out = sum(owner(f"w{n}", (2, 4, 4)) != phase for n in numbers)
     options = DataOptions(data_path=(write("x.jsonl", ("pair", numbers)),), data_cache="cache", eval_fraction=0.0)
-    (note,) = open_datasets(options, Recipe(phase), tokenizer).notes
+    opened = open_datasets(options, Recipe(phase), tokenizer)
+    (note,) = opened.notes_of_run
+    assert not opened.notes
     assert note.startswith(
         f"{left_out} of the {count} rows that it can use are the other stages' share (--data-split 2,4,4)"
     )
     assert note.endswith(f"a run of this stage alone takes all with --data-split {all_split}")
     shares = tuple(map(float, all_split.split(",")))
     whole = open_datasets(options.model_copy(update={"data_split": shares}), Recipe(phase), tokenizer)
-    assert len(whole.train) == count and not whole.notes
+    assert len(whole.train) == count and not whole.notes_of_run
     if phase != "reward":
         own = {"sft": "text", "ppo": "prompt"}[phase]
         undivided = options.model_copy(update={"data_path": (write("own.jsonl", (own, numbers)),)})
         alone = open_datasets(undivided, Recipe(phase), tokenizer)
-        assert len(alone.train) == count and not alone.notes
+        assert len(alone.train) == count and not alone.notes_of_run
 
 
 def test_a_prompt_that_is_held_out_for_another_phase_trains_none(

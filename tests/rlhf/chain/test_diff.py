@@ -302,6 +302,7 @@ def test_the_words_on_numbers(two: tuple[Path, Path], capsys: pytest.CaptureFixt
         code, said, rest = difference(*two, capsys)
         text = said.removeprefix("Nothing that is recorded differs before the numbers: ").removesuffix(".")
         assert code == 1 and text != said and f"  {text}\n" in rest, said
+        assert rest.startswith("numbers\n"), "no table"
         assert re.search(rf"\n  {SFT}: [\d,]+ numbers are equal, to step 4\n", rest)
         return text
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,3 +108,17 @@ def test_data_from_elsewhere_is_compared_when_it_has_been_read() -> None:
     progress.require_same_data(manifest, {"hub/rows": "one", "new": "y"})
     with pytest.raises(UserError, match="a run with other data: hub/rows changed since"):
         progress.require_same_data(manifest, {"hub/rows": "two"})
+
+
+def test_the_first_stage_of_a_run_has_the_notes_of_the_run(tmp_path: Path) -> None:
+    """Also when it is run again over a whole run."""
+    data = SimpleNamespace(notes=("of the stage",), notes_of_run=("of the run",))
+    first, second = tmp_path / "step1_sft", tmp_path / "step2_reward"
+    for stage in (first, second):
+        stage.mkdir()
+    assert progress.notes_on(data, first) == ("of the stage", "of the run")
+    assert progress.notes_on(data, second) == ("of the stage", "of the run"), "a stage alone"
+    for stage in (first, second):
+        (stage / "data.json").touch()
+    assert progress.notes_on(data, first) == ("of the stage", "of the run")
+    assert progress.notes_on(data, second) == ("of the stage",)
