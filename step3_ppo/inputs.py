@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets, require_rows
-from data.prepare.encode import Demonstration, Prompt
+from data.prepare.encode import Demonstration, Preference, Prompt
 from data.read.records import Phase
 from rlhf import adapters, generation, plugins, rewards
 from rlhf.config.options import FrozenOptions, OwnEngineOptions
@@ -29,6 +29,7 @@ from rlhf.training.checks import check_engine, check_ranks, check_start, check_s
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
+from step3_ppo.pretraining import check_pretraining, open_pairs, pairs_content
 from step3_ppo.ptx import open_ptx, ptx_content
 from step3_ppo.roles import ACTOR, REFERENCE, REWARD_MODEL, roles, run_reward_model, source_specs, workload
 
@@ -45,6 +46,8 @@ class Inputs:
     prompts: PhaseData[Prompt]
     ptx: PromptDataset[Demonstration] | None
     """rows of the fine-tuning loss (PPO-ptx); None without it"""
+    pairs: PhaseData[Preference] | None
+    """of the reward model, for the pretraining of the critic; None without it"""
 
 
 def check(
@@ -60,6 +63,7 @@ def check(
     check_trackers(config.report_to)
     load = load or load_once()
     table = roles(config, planned, load)
+    check_pretraining(config, table)
     _check_engines(config, ranks)
     ranks = _replicas(config, ranks)
     check_batches(config, ranks)
@@ -91,7 +95,10 @@ def check(
             raise UserError(
                 f"--ptx-batch-size {config.ptx_batch_size}: only {len(ptx_rows)} rows; lower it or add rows"
             )
-    return Inputs(table, tokenizer, data, ptx_rows)
+    pairs = open_pairs(config, tokenizer)
+    if pairs is not None:
+        require_rows(pairs, config, config.batch_size, ranks)
+    return Inputs(table, tokenizer, data, ptx_rows, pairs)
 
 
 def _check_model(config: Step3Config, role: Role, tokens: int, load: LoadTokenizer) -> None:
@@ -250,8 +257,8 @@ def check_batches(config: Step3Config, ranks: int) -> None:
 
 
 def content(config: Step3Config) -> dict[str, str]:
-    """A digest of each local path of the data, those of `open_ptx` included."""
-    return fingerprints(config, PHASE) | ptx_content(config)
+    """A digest of each local path of the data, those of `open_ptx` and `open_pairs` included."""
+    return fingerprints(config, PHASE) | ptx_content(config) | pairs_content(config)
 
 
 def _check_sources(config: Step3Config, table: Sequence[Role], load: LoadTokenizer) -> None:

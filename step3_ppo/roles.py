@@ -192,7 +192,7 @@ def notes(config: Step3Config, table: Sequence[Role]) -> Iterator[str]:
 def workload(table: Sequence[Role], config: Step3Config, device: str) -> Workload:
     """The work for a plan: prompts of `max_prompt_length` and responses of `response_length` tokens."""
     tokens, predicted = config.max_prompt_length + config.response_length, config.response_length
-    if config.ptx_coef:  # whole dialogues come between the responses
+    if config.ptx_coef or config.critic_pretraining_epochs:  # whole dialogues come between, or before, the responses
         tokens, predicted = max(tokens, config.max_length), max(predicted, config.max_length - 1)
     rollout = RolloutWork(
         rows=config.rollout_batch_size,

@@ -42,6 +42,7 @@ from step3_ppo.inputs import check, content
 from step3_ppo.learner import Learner
 from step3_ppo.metrics import credit_metrics, group_metrics, rollout_metrics, shaped_metrics, speed
 from step3_ppo.models import set_up
+from step3_ppo.pretraining import pairs_content, pretrain
 from step3_ppo.ptx import ptx_content
 from step3_ppo.resampling import resample
 from step3_ppo.roles import named_roles, notes, roles, workload
@@ -210,7 +211,7 @@ def run(config: Step3Config) -> None:
         judge = None if config.judge is None else rewards.open_unchecked(config.judge, learner.context)
         stage.describe(checked.prompts, tokenizer)
         describe_left_out(len(prompts), config)
-        stage.manifest["data"] |= ptx_content(config)
+        stage.manifest["data"] |= ptx_content(config) | pairs_content(config)
         status(f"{STAGE.name}: responding to the held-out prompts, before training")
         held_out = HeldOut(learner, checked.prompts.evaluation, judge)
         adapter = saved_adapter(config, actor_path)
@@ -230,7 +231,10 @@ def run(config: Step3Config) -> None:
                 stage.save("best", partial(save_actor, weights=copies["best"]))
             held_out.evaluate()
         else:
-            stage.record_evaluation(at_start(held_out.before))
+            start = at_start(held_out.before)
+            if checked.pairs is not None and learner.critic is not None:
+                start |= pretrain(learner.critic, checked.pairs, config, tokenizer.pad_token_id)
+            stage.record_evaluation(start)
         total = iterations(config)
         steps = stage.with_exports(observe(train(learner, prompts, schedule), learner), save_actor)
         evaluations = EvaluationSchedule(

@@ -164,6 +164,7 @@ def _changes(step: int, options: Any, ranks: int) -> Tree:
         "max_train_rows": options.batch_size,
         "total_episodes": STEPS * options.batch_size,
         "critic_warmup_iterations": min(options.critic_warmup_iterations, STEPS - 1),
+        "critic_pretraining_epochs": min(options.critic_pretraining_epochs, 1),
         "eval_every": 1,
         "eval_samples": min(options.eval_samples, max(EVAL_ROWS, ranks)),
     }

@@ -188,6 +188,17 @@ class Engine(Generic[M]):
         """Move the learning-rate schedule on by optimizer steps that are not taken."""
         optimizer_state.set_schedule(self._engine, self._engine.lr_scheduler.last_epoch + steps)
 
+    @contextlib.contextmanager
+    def own_schedule(self, total_steps: int) -> Iterator[None]:
+        """Inside, `total_steps` optimizer steps have a schedule of their own; that of the engine begins after them."""
+        scheduler = self._engine.lr_scheduler
+        of_engine = scheduler.lr_lambdas
+        scheduler.lr_lambdas = [schedule(self._options, total_steps)] * len(of_engine)
+        optimizer_state.set_schedule(self._engine, 0)
+        yield
+        scheduler.lr_lambdas = of_engine
+        optimizer_state.set_schedule(self._engine, 0)
+
     def _apply(self) -> tuple[float, bool]:
         """Apply the optimizer step. Returns the gradient's norm before clipping, and whether the step was applied."""
         if not self._plain:

@@ -152,6 +152,7 @@ STEP3: Table = {
     "rollout_batch_size": [2],
     "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
+    "critic_pretraining_epochs": [alone(3, batch_size=4)],
     "entropy_coef": [0.3],
     **{name: [alone(value, **PTX)] for name, value in PTX.items()},
     "ptx_objective": [alone("text", ptx_coef=0.4, ptx_batch_size=4, ptx_data_path=("{folder}/texts.jsonl",))],
@@ -278,7 +279,7 @@ def bundles() -> list[Bundle]:
 
 JOINT = {
     "group_by_length", "eval_every", "objective", "num_generations", "num_mini_batches", "target_kl", "ptx_coef",
-    "vf_coef", "kl_budget",
+    "vf_coef", "kl_budget", "critic_pretraining_epochs",
 }  # fmt: skip
 """options with a run of their own whose numbers ranks make together"""
 

@@ -43,7 +43,8 @@ def reinforcement(config: Any, run: Comparison, **wrong: Any) -> Reinforcement:
     """What is predicted of a run of step 3, to be run."""
     o = config.model_dump() | wrong
     prompts, held_out = ([ids for (ids,) in side] for side in sides(o, "ppo"))
-    return Reinforcement(o, run, prompts, held_out, ptx_rows(config, o) if o["ptx_coef"] else [])
+    pairs = sides(o, "reward") if o["critic_pretraining_epochs"] else ([], [])
+    return Reinforcement(o, run, prompts, held_out, ptx_rows(config, o) if o["ptx_coef"] else [], pairs[0])
 
 
 def sides(o: dict[str, Any], phase: str) -> list[list[Any]]:

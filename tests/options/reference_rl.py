@@ -22,7 +22,7 @@ from tests.options.harness import Ids
 from tests.options.reference import Network, Trainer
 from tests.options.reference_credit import Row, Scaling, Scored, Steering, Tokens, credit, policy_loss, value_loss
 from tests.options.reference_metrics import averaged, compared, deviation, mean, name_of, named, rollout_metrics
-from tests.options.reference_supervised import require_micro_batches, token_loss
+from tests.options.reference_supervised import learned, require_micro_batches, token_loss
 from tests.support import tiny
 
 HELD_OUT = 2**20 - 1
@@ -37,7 +37,8 @@ Table = list[Row]
 
 
 class Reinforcement:
-    """One run. `prompts`, `held_out`: of either kind; `texts`: what the actor is fine-tuned on beside."""
+    """One run. `prompts`, `held_out`: of either kind; `texts`: what the actor is fine-tuned on beside; `compared`: both
+    sides of the pairs on which the critic is pretrained."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Reinforcement:
         prompts: Sequence[Ids],
         held_out: Sequence[Ids],
         texts: Sequence[Ids] = (),
+        compared: Sequence[Pair] = (),
     ) -> None:
         self.o, self.comparison, self.prompts, self.held_out = o, comparison, prompts, held_out
         self.rollouts, self.batches = iter(comparison.observed.rollouts), iter(comparison.observed.batches)
@@ -57,7 +59,7 @@ class Reinforcement:
         self.reference, self.average = self.actor.network.copy(), self.actor.network.copy()
         self.critic = Trainer(self.critic_start(), o, o["critic_learning_rate"], self.steps(of_actor=False))
         self.scaling, self.steering = Scaling(o), Steering(o)
-        self.texts = self.batches_of_texts(texts)
+        self.texts, self.compared = self.batches_of_texts(texts), compared
 
     def trainer_of_actor(self) -> Trainer:
         o, start = self.o, reference.load(self.o["actor_model"])
@@ -79,6 +81,7 @@ class Reinforcement:
     def run(self) -> None:
         o, best_at, networks = self.o, [], dict[str, Network]()
         before = after = self.evaluate()
+        self.pretrain_critic()
         best, waited = -math.inf, 0
         for iteration, indices in enumerate(self.prompt_batches(), start=1):
             metrics = self.iterate(iteration, indices)
@@ -106,6 +109,27 @@ class Reinforcement:
         batches = Batches(len(self.prompts), self.o["batch_size"] // copies, self.o["seed"])
         for _, indices in zip(range(self.iterations), batches.until_epoch(self.iterations), strict=False):
             yield [i for i in indices for _ in range(copies)]
+
+    def pretrain_critic(self) -> None:
+        """At the token before each token of a response, the critic learns its first number at the last one."""
+        o, trainer, start = self.o, self.critic, self.critic.network.copy()
+        batches = Batches(max(1, len(self.compared)), min(o["batch_size"], max(1, len(self.compared))), o["seed"])
+        steps = [*batches.until_epoch(o["critic_pretraining_epochs"])]
+        of_iterations, trainer.steps = trainer.steps, len(steps)
+        for indices in steps:
+            rows = [side for i in indices for side in self.compared[i][:2]]
+            self.require_rows("critic", rows)
+            scores = start.scores(rows)
+
+            def loss(network: Network, rows: list[Ids] = rows, scores: Tensor = scores) -> tuple[Tensor, dict]:
+                values = network.scalars(rows)
+                errors = [
+                    (values[b, s - 1] - scores[b]).square() / 2 for b, ids in enumerate(rows) for s in learned(o, ids)
+                ]
+                return torch.stack(errors).mean(), {}
+
+            trainer.take_step(loss)
+        trainer.steps, trainer.step = of_iterations, 0
 
     # --- responses and scores
 
@@ -264,6 +288,11 @@ class Reinforcement:
         assert sorted(row for micro in of_responses for row in micro) == sorted(responses)
         require_micro_batches(self.o, of_responses, len(responses), self.comparison.observed.ranks)
         assert sorted(row for micro in micros if micro not in of_responses for row in micro) == sorted(texts)
+
+    def require_rows(self, title: str, rows: list[Ids]) -> None:
+        of, micros = next(self.batches, ("", []))
+        assert of == title and sorted(row for micro in micros for row in micro) == sorted(rows)
+        require_micro_batches(self.o, micros, len(rows), self.comparison.observed.ranks)
 
     def actor_step(self, pairs: list[Pair], constant: Tokens, texts: list[Ids]) -> dict[str, float]:
         o = self.o

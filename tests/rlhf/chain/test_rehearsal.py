@@ -22,6 +22,7 @@ from tests.support import programs
 
 ROOT = Path(__file__).parents[3]
 COMMON: Any = {"data_path": ("demo,rows=400",), "chat_template": "human_assistant", "max_prompt_length": 24}
+CRITIC: Any = {"critic_warmup_iterations": 9, "critic_pretraining_epochs": 4}
 
 
 def todo_of(output: Path) -> dict[int, Any]:
@@ -31,7 +32,7 @@ def todo_of(output: Path) -> dict[int, Any]:
         2: RewardConfig(
             model=f"{output}/step1_sft", **shared, export_every=50, report_to=("wandb,project=mine", "tensorboard")
         ),
-        3: ppo.Config(**shared, total_episodes=800, critic_warmup_iterations=9, reward_model="demo-llama"),
+        3: ppo.Config(**shared, total_episodes=800, **CRITIC, reward_model="demo-llama"),
     }
 
 
@@ -44,6 +45,7 @@ def test_each_stage_has_two_steps_in_the_folder_of_the_rehearsal(tmp_path: Path)
     assert second.model == str(folder / "step1_sft")  # which the rehearsal makes
     assert (second.export_every, second.report_to) == (1, ("wandb,project=.rehearsal", "tensorboard"))
     assert (third.total_episodes, third.critic_warmup_iterations, third.eval_every) == (16, 1, 1)
+    assert third.critic_pretraining_epochs == 1
     assert third.actor_model is None and third.critic_model is None  # as in the run
     assert first.model == third.reward_model and Path(first.model).parent == folder
 
