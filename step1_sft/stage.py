@@ -4,7 +4,6 @@ loss = -1/N sum log pi(y_t | x, y_<t), over the N response tokens of a batch
 """
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from rlhf.models.policy import Policy
 from rlhf.plan.activations import PassShape
 from rlhf.roles import Part, tokenizer_of
 from rlhf.storage import manifests
+from rlhf.supervised.demonstrations import perplexity
 from rlhf.supervised.runner import FOLDERS, Supervised
 from rlhf.text.encoder import id_count
 from rlhf.types import Metrics, WeightedSequences, length_groups, to_device
@@ -65,23 +65,6 @@ def train(
         metrics = policy.step(micros, loss, [[indices[i] for i in rows] for rows in groups])
         numbers = {"tokens": tokens.item(), "tokens_learned": learned.item()}
         yield {**metrics, **numbers, "padding": padding_share(micros, partial(packs_rows, policy.module.lm))}
-
-
-def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], config: SFTConfig, pad_id: int) -> float:
-    """exp of the mean loss over the response tokens of `dataset` on all ranks; every token has the same weight.
-
-    Infinite if it is too large for a float.
-    """
-    of_rank = collectives.rows_of_rank(len(dataset))
-    nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
-    with policy.inference() as model:
-        for rows in length_groups(torch.tensor(dataset.lengths[of_rank]), config.eval_rows):
-            batch = sft_batch([dataset[of_rank[i]] for i in rows], pad_id)
-            nll -= model(batch).logprobs.sum().double()
-            tokens += batch.loss_mask.sum()
-    total, count = collectives.sum_over_ranks(torch.stack([nll.cpu(), tokens])).tolist()
-    mean = total / count
-    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
 
 
 def recipe(config: SFTConfig) -> Recipe:
@@ -158,7 +141,7 @@ class FineTuning:
 
     def evaluate(self) -> Metrics:
         pad_id = self._tokenizer.pad_token_id
-        return {"eval_perplexity": perplexity(self.engine, self._data.evaluation, self._config, pad_id)}
+        return {"eval_perplexity": perplexity(self.engine, self._data.evaluation, self._config.eval_rows, pad_id)}
 
     def require_converged(self, metrics: Metrics) -> None:
         """Raises: NonFiniteError if the perplexity is higher than before training and higher than the vocabulary size,

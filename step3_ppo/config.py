@@ -45,6 +45,8 @@ STAGE = Declaration(
         curves=(
             Curve("Score", ("score", "eval_score")),
             Curve("Score for the algorithm", ("shaped_score",)),
+            Curve("Perplexity of demonstrations", ("eval_perplexity",)),
+            Curve("Right answers to multiple choice", ("eval_choices",)),
             Curve("Groups with equal scores", ("equal_groups",)),
             Curve("Deviation of scores within a group", ("group_score_std",)),
             Curve("Disagreement of reward models", ("score_disagreement",)),
@@ -78,6 +80,8 @@ STAGE = Declaration(
             Result("eval_ended", "responses that end", share=True),
             Result("eval_distinct_2", "distinct pairs of tokens", share=True),
             Result("eval_ref_nll", "nats per token under the reference"),
+            Result("eval_perplexity", "perplexity of demonstrations", cost=True),
+            Result("eval_choices", "multiple choice, right answers", share=True, cost=True),
         ),
         frontiers=(
             Frontier("Score against KL", (("kl", "score", "training"), ("eval_kl", "eval_score", "held out"))),
@@ -183,7 +187,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     """Reinforcement learning from scores: models, rewards, lengths and batches of the run."""
 
     FREE: ClassVar[frozenset[str]] = frozenset({"rollout_batch_size", "actor", "critic", "reference", "reward_models"})
-    NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience", "export_rollouts"})
+    NOTED: ClassVar[frozenset[str]] = frozenset({"eval_every", "patience", "export_rollouts", "multiple_choice"})
 
     algorithm: str = "ppo"
     """a name in step3_ppo/algorithms/"""
@@ -207,6 +211,9 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     """reward_combine uncertain: weight of the variance over the members, which is subtracted from their mean"""
     judge: str | None = None
     """score source for evaluation only; no stage trains on it"""
+    multiple_choice: str | None = None
+    """questions with choices and an answer, as MMLU, ARC and C-Eval have them: a file, a directory or OWNER/NAME on the
+    hub. The policy answers them before the training and at each evaluation, which says what the training costs"""
     critic_warmup_iterations: int = Field(0, ge=0)
     """iterations at the start in which only the critic learns, from the rewards that responses of the unchanged policy
     got (value pretraining); useful with a new value head"""

@@ -28,6 +28,7 @@ from rlhf.training.run import Run, open_run
 from rlhf.types import Credit, Metrics, ScoredRollout
 from step3_ppo.algorithms import Iteration
 from step3_ppo.config import STAGE, Step3Config
+from step3_ppo.cost import Cost
 from step3_ppo.heldout import (
     Evaluation,
     at_start,
@@ -139,12 +140,15 @@ class HeldOut:
         self.before = self.after = evaluate(learner, prompts, judge)
         if (problem := nonfinite_scores(self.before)) is not None:
             raise UserError(problem)
+        self._cost = Cost(learner)
+        self._cost_before = self._cost_after = self._cost.measure()
         counts = getattr(judge, "counts", None)  # of a judge whose answers have a price
         self._best_of = measure(learner, prompts, judge if counts is None else None, self.before)
 
     def evaluate(self) -> None:
         """Evaluate the policy as it is now."""
         self.after = evaluate(self._learner, self._prompts, self._judge, self.before)
+        self._cost_after = self._cost.measure()
 
     def evaluate_again(self, run: Run, iteration: int) -> Metrics:
         """The same, with the responses to samples.jsonl and the trackers."""
@@ -158,7 +162,12 @@ class HeldOut:
 
     def results(self) -> Metrics:
         """The last evaluation against that before training."""
-        return compare(self.before, self.after) | worth(self._best_of, self.before, self.after)
+        cost = {f"{name}_before": value for name, value in self._cost_before.items()} | self._cost_after
+        return compare(self.before, self.after) | worth(self._best_of, self.before, self.after) | cost
+
+    def at_start(self) -> Metrics:
+        """The numbers of the policy before training."""
+        return at_start(self.before) | self._cost_before
 
 
 def resumable(learner: Learner, copies: Mapping[str, WeightsCopy], observers: Mapping[str, Numbers]) -> Resumable:
@@ -231,7 +240,7 @@ def run(config: Step3Config) -> None:
                 stage.save("best", partial(save_actor, weights=copies["best"]))
             held_out.evaluate()
         else:
-            start = at_start(held_out.before)
+            start = held_out.at_start()
             if checked.pairs is not None and learner.critic is not None:
                 start |= pretrain(learner.critic, checked.pairs, config, tokenizer.pad_token_id)
             stage.record_evaluation(start)

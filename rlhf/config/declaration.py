@@ -49,6 +49,8 @@ class Result:
     """nothing was trained on it"""
     share: bool = False
     """a share, shown in per cent"""
+    cost: bool = False
+    """what the training was not for, and may have made worse"""
     baselines: tuple[tuple[str, str], ...] = ()
     """(metric, name) of simple rules, without which the number says little"""
 

@@ -212,7 +212,17 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
     row, kl, half = _distance(stage)
     if row is not None:
         sentences.append(f"It is {_with_half(kl, half)} nats per response away from its reference (KL).")
-    return sentences
+    costs = [_cost(stage, change) for change in changes(stage) if change.result.cost and change.before is not None]
+    return sentences + ([f"Cost: {'; '.join(costs)}."] if costs else [])
+
+
+def _cost(stage: StageRecord, change: Change) -> str:
+    """A number before and after, and of a share its paired change with its interval."""
+    half = number(stage.values(change.result.metric)[-1], f"{change.result.metric}_gain_ci95")
+    if half is None or change.before is None or change.after is None:
+        return f"{change.result.label} {_from_to(change)}"
+    moved, width = with_half_width(100 * (change.after - change.before), 100 * half)
+    return f"{change.result.label} {_from_to(change)} (a change of {moved} ± {width} %)"
 
 
 def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:

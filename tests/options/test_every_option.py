@@ -32,7 +32,7 @@ TESTED_ELSEWHERE = {"truncate", "max_dropped", "skip_bad_rows", "max_bad_steps",
 """tests/data/prepare/, test_thresholds.py, tests/rlhf/models/test_dropout.py, tests/step3_ppo/test_resampling.py"""
 HELD = {"dtype", "adapter", "quantize", "rollout_backend", "share_trunk", "optim"}
 """how numbers and models are held, and plug-ins: tests/rlhf/engine, tests/contracts"""
-REPORTED = {"export_rollouts"}
+REPORTED = {"export_rollouts", "multiple_choice"}
 SPEED_ALONE = {"micro_batch_size", "rollout_batch_size", "rescore"}
 """options that change no number in fp32: their runs are as predicted of any value"""
 SEEDS_OF_ORDER = {("step1_sft", "seed")}

@@ -26,7 +26,7 @@ SAMPLE, SCORE = "rlhf/generation/loop.py:sample", "step3_ppo/rollout.py:score"
 """where a rollout is copied to the CPU: its ids, log-probs and mask of each batch; then its old and reference log-probs
 and values"""
 WAITS = {
-    "fine-tuning": dict.fromkeys(ENGINE, 2) | {"step1_sft/stage.py:perplexity": 1},
+    "fine-tuning": dict.fromkeys(ENGINE, 2) | {"rlhf/supervised/demonstrations.py:perplexity": 1},
     "pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:score_pairs": 1},
     "joined pairs": dict.fromkeys(ENGINE, 1) | {"step2_reward/heldout.py:score_pairs": 1},
     "ppo": dict.fromkeys(ENGINE, 8) | {SAMPLE: 2 * 3, SCORE: 3},

@@ -8,8 +8,8 @@ import torch
 
 from rlhf.engine.training import Engine
 from rlhf.models.policy import Policy
+from rlhf.supervised.demonstrations import perplexity
 from step1_sft.config import SFTConfig
-from step1_sft.stage import perplexity
 from tests.support import players, tiny
 from tests.support.device_runs import Rows
 
@@ -27,6 +27,6 @@ def test_eval_batch_size_rows_make_a_pass() -> None:
     results = {}
     for rows_at_once in (None, 16, 5, 1):
         config: Any = SFTConfig(micro_batch_size=8, eval_batch_size=rows_at_once)
-        results[rows_at_once] = perplexity(engine, rows, config, tiny.PAD)  # type: ignore[arg-type]
+        results[rows_at_once] = perplexity(engine, rows, config.eval_rows, tiny.PAD)  # type: ignore[arg-type]
     assert sizes == [8, 8, 16, 5, 5, 5, 1, *[1] * 16]
     assert list(results.values()) == pytest.approx([results[1]] * 4, rel=100 * torch.finfo(torch.float32).eps)

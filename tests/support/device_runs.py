@@ -24,6 +24,7 @@ from rlhf.maths.uniforms import uniforms
 from rlhf.models import packing
 from rlhf.models.policy import Policy
 from rlhf.models.scalar import score_joined, score_separately
+from rlhf.supervised.demonstrations import perplexity
 from rlhf.types import to_device
 from step1_sft import stage as sft_stage
 from step1_sft.config import SFTConfig
@@ -56,8 +57,8 @@ def fine_tuning() -> Numbers:
     policy, rows = Engine(Policy(packed(players.language_model())), config, 2), Rows(players.demonstrations(16))
     batches = Batches(len(rows), 8)
     metrics = list(sft_stage.train(policy, rows, batches, config, tiny.PAD))  # type: ignore[arg-type]
-    perplexity = sft_stage.perplexity(policy, rows, config, tiny.PAD)  # type: ignore[arg-type]
-    return {"losses": [each["loss"] for each in metrics], "perplexity": perplexity}
+    measured = perplexity(policy, rows, config.eval_rows, tiny.PAD)  # type: ignore[arg-type]
+    return {"losses": [each["loss"] for each in metrics], "perplexity": measured}
 
 
 def reward_modelling(folder: Path, joined: bool) -> Numbers:

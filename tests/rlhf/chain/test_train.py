@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from data.sources import demo
 from rlhf import console, errors
@@ -21,7 +23,10 @@ from rlhf.chain import command as train
 from rlhf.chain import recount, verify
 from rlhf.config import yaml_files
 from rlhf.launch import launcher
+from rlhf.pages.numbers import short
 from rlhf.storage import manifests
+from rlhf.supervised.demonstrations import held_out
+from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from tests.support import changed_runs
 from tests.support.programs import STATUS, without_status
 
@@ -145,12 +150,33 @@ def test_metrics_have_one_line_a_step(out: Path) -> None:
     assert abs(first["kl"]) < 1e-3, "and the reference is the policy"
 
 
+def test_step_3_says_what_it_cost(out: Path) -> None:
+    """The perplexity of step 1's held-out demonstrations, by transformers in float64, one row at a time."""
+    first, last = metrics(out, "step3_ppo")[0], metrics(out, "step3_ppo")[-1]
+    before = metrics(out, "step1_sft")[-1]["eval_perplexity"]
+    model = AutoModelForCausalLM.from_pretrained(out / "step3_ppo/actor", dtype=torch.float64)
+    rows = held_out(out / "step1_sft", prepare_tokenizer(load_tokenizer(str(out / "step3_ppo/actor")), "auto"))
+    assert rows is not None and len(rows) == 40
+    nll, count = 0.0, 0
+    for row in rows:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([row.ids])).logits[0].log_softmax(-1)
+        for start, end in row.spans:
+            nll -= sum(float(logprobs[i - 1, row.ids[i]]) for i in range(start, end))
+            count += end - start
+    assert last["eval_perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    assert first["eval_perplexity"] == last["eval_perplexity_before"] == pytest.approx(before, rel=1e-5)
+    assert last["eval_perplexity"] > 1.001 * before  # it is not what the training was for
+    shown = f"Cost: perplexity of demonstrations {short(before)} → {short(last['eval_perplexity'])}."
+    assert shown in (out / "report.html").read_text(encoding="utf-8")
+
+
 def test_a_run_proves_itself(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main([str(out)]) == 0
     text = capsys.readouterr().out
     assert re.search(r"score of the samples, the farthest of \d\d ", text) and "DIFFERS" not in text
-    assert re.search(r"verified: (\d\d) numbers hold; 4 were not computed again", text)
-    assert "4 were not computed again" in (out / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"verified: (\d\d) numbers hold; 6 were not computed again", text)
+    assert "6 were not computed again" in (out / "report.html").read_text(encoding="utf-8")
     sealed = json.loads((out / "verified.json").read_text())["files"]
     files = {f"{stage}/{name}" for stage in STAGES for name in ("manifest.json", "metrics.jsonl")}
     files |= {"step2_reward/heldout_scores.json", "step3_ppo/samples.jsonl", "step3_ppo/best_of.jsonl"}

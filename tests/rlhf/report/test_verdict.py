@@ -55,3 +55,20 @@ def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str,
     assert ("at most" in told().worth[-1]) == (enough != "")
     del row["eval_best_of"]
     assert told().worth == ()
+
+
+def test_what_it_cost_is_said(tmp_path: Path) -> None:
+    """After the KL; and nothing of a number without its value before."""
+    recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 0.5))
+    path = tmp_path / "run/step3_ppo/metrics.jsonl"
+    *earlier, last = path.read_text(encoding="utf-8").splitlines()
+    row = json.loads(last) | {"eval_perplexity": 2.31, "eval_choices_before": 0.61, "eval_choices": 0.58}
+
+    def evidence(**more: float) -> Any:
+        path.write_text("\n".join([*earlier, json.dumps(row | more)]) + "\n", encoding="utf-8")
+        return judge(read_runs([str(tmp_path / "run")], [*STAGES.values()])[0]).evidence
+
+    answers = "multiple choice, right answers 61 % → 58 %"
+    assert evidence()[-1] == f"Cost: {answers}."
+    whole = evidence(eval_perplexity_before=2.2, eval_choices_gain_ci95=0.041)
+    assert whole[-1] == f"Cost: perplexity of demonstrations 2.2 → 2.31; {answers} (a change of −3.0 ± 4.1 %)."

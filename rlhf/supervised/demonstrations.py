@@ -1,0 +1,51 @@
+"""Held-out demonstrations: how well a policy predicts them, in the stage that learns from them and in later ones."""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data.batches import sft_batch
+from data.config import DataOptions
+from data.dataset import PromptDataset, open_datasets
+from data.prepare.encode import Demonstration, Recipe
+from rlhf.config import validate
+from rlhf.distributed import collectives
+from rlhf.engine.training import Engine
+from rlhf.models.policy import Policy
+from rlhf.storage import disk, manifests
+from rlhf.types import length_groups
+
+
+def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], eval_rows: int, pad_id: int) -> float:
+    """exp of the mean loss over the response tokens of `dataset` on all ranks; every token has the same weight.
+
+    eval_rows: in one pass. Infinite if it is too large for a float.
+    """
+    of_rank = collectives.rows_of_rank(len(dataset))
+    nll, tokens = torch.zeros((), dtype=torch.float64, device=policy.device), torch.zeros((), dtype=torch.float64)
+    with policy.inference() as model:
+        for rows in length_groups(torch.tensor(dataset.lengths[of_rank]), eval_rows):
+            batch = sft_batch([dataset[of_rank[i]] for i in rows], pad_id)
+            nll -= model(batch).logprobs.sum().double()
+            tokens += batch.loss_mask.sum()
+    total, count = collectives.sum_over_ranks(torch.stack([nll.cpu(), tokens])).tolist()
+    mean = total / count
+    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
+
+
+def held_out(stage: Path, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
+    """The rows that a finished stage of fine-tuning held out, in the ids of `tokenizer`; None without such a stage.
+
+    Raises: UserError if the data are gone.
+    """
+    if not (stage / manifests.MANIFEST).is_file():
+        return None
+    config = disk.read_json(stage / manifests.MANIFEST).get("config", {})
+    if "loss_on" not in config:
+        return None
+    values = {name: config[name] for name in DataOptions.model_fields if name in config}
+    recipe = Recipe("sft", config["loss_on"], config["objective"])
+    return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer).evaluation
