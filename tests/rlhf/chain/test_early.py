@@ -31,7 +31,7 @@ LEFT = (
     "", "--data-path demo,rows=400", "--data-path here.jsonl", "--data-path here.jsonl=0.5", "--data-path no*.jsonl",
     "--data-path https://host/no.jsonl", "--data-path owner/no", "--data-path hh_rlhf:no.jsonl",
     "--data-path my.py:no.txt",
-    "--data-path here.jsonl=2.jsonl", "--actor-model ./here", "--actor-model opt-125m", "--actor-model /no/model.yaml",
+    "--data-path here.jsonl=2.jsonl", "--data-path odd.csv=2", "--actor-model ./here", "--actor-model opt-125m", "--actor-model /no/model.yaml",
     "--plan --data-path no.jsonl", "--output-dir old --data-path no.jsonl", "--steps 3 --ppo.actor-model ./no",
     "--ppo.actor-model ./here --actor-model ./no", "--ppo.algorithm my.py --zzz 1", "--ppo.algorithm pppo",
     "--ppo.gamma x --dtype bf61", "--ppo.no-whiten-advantages", "--ppo.whiten-advantages false", "--ppo.lam 0.9",
@@ -45,7 +45,7 @@ LEFT = (
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("here", "old/step1_sft"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("here.jsonl", "here.jsonl=2.jsonl"):
+    for name in ("here.jsonl", "here.jsonl=2.jsonl", "odd.csv=2"):
         (tmp_path / name).touch()
     (tmp_path / "demo.yaml").write_text("ppo: {cliprange_value: 0.3, kl_coef: 0.1}")
     (tmp_path / "wrong.yaml").write_text("dtype: bf61")
