@@ -33,7 +33,7 @@ class Cost:
     """What is measured on rows that no reward sees. The first measurement is that before training."""
 
     def __init__(self, learner: Learner) -> None:
-        """Raises: UserError if the rows that step 1 has held out, or the questions, cannot be read."""
+        """Raises: UserError if the questions cannot be read."""
         self._learner, config = learner, learner.config
         stage = Path(config.output_dir) / MAKERS["actor_model"]
         # Of a policy from elsewhere nobody knows the demonstrations.

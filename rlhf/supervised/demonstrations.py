@@ -11,9 +11,11 @@ from data.batches import sft_batch
 from data.config import DataOptions
 from data.dataset import PromptDataset, open_datasets
 from data.prepare.encode import Demonstration, Recipe
+from rlhf import console
 from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
+from rlhf.errors import UserError
 from rlhf.models.policy import Policy
 from rlhf.storage import disk, manifests
 from rlhf.types import length_groups
@@ -37,10 +39,8 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], ev
 
 
 def held_out(stage: Path, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:
-    """The rows that a finished stage of fine-tuning held out, in the ids of `tokenizer`; None without such a stage.
-
-    Raises: UserError if the data are gone.
-    """
+    """The rows that a finished stage of fine-tuning held out, in the ids of `tokenizer`. None without such a stage, and
+    if its data are gone, which a note says."""
     if not (stage / manifests.MANIFEST).is_file():
         return None
     config = disk.read_json(stage / manifests.MANIFEST).get("config", {})
@@ -48,4 +48,8 @@ def held_out(stage: Path, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[D
         return None
     values = {name: config[name] for name in DataOptions.model_fields if name in config}
     recipe = Recipe("sft", config["loss_on"], config["objective"])
-    return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer).evaluation
+    try:
+        return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer).evaluation
+    except UserError as error:
+        console.say(f"note: the perplexity of the demonstrations of {stage} is not measured: {error}")
+        return None

@@ -16,6 +16,7 @@ from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths.intervals import student_t
 from rlhf.models.policy import Policy
+from rlhf.supervised.demonstrations import held_out
 from step1_sft.config import SFTConfig
 from step3_ppo.config import Step3Config
 from step3_ppo.cost import Cost, check_questions
@@ -100,3 +101,13 @@ def test_a_question_must_fit_the_context(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"got a question of .* tokens, expected at most .*; leave it out"):
         check_questions(config, "demo-llama", tiny.tokenizer())
     check_questions(Step3Config(), "demo-llama", tiny.tokenizer())
+
+
+def test_demonstrations_that_are_gone_cost_a_note_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SFTConfig(model="demo-llama", data_path=(str(tmp_path / "gone.jsonl"),)).model_dump(mode="json")
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": config}))
+    assert held_out(tmp_path, tiny.tokenizer()) is None
+    note = capsys.readouterr()
+    assert all(words in note.out + note.err for words in ("gone.jsonl: no such file", "is not measured"))
