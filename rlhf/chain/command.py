@@ -256,7 +256,7 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
     chain = command.chain
     with stage_process.fast_imports():
         console.quiet_libraries()
-        from rlhf.chain import gates, planning  # imported here because they import torch
+        from rlhf.chain import gates, planning, report  # imported here because they import torch
         from rlhf.chain.steps import chosen_steps
 
     if chain.plan:
@@ -289,11 +289,10 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
                 once = replace(deployment, options=deployment.options.model_copy(update={"max_restarts": 0}))
                 rehearse(todo, deployment.processes, partial(run_all, chain, deployment=once, ranks=ranks))
             save(chain)
-            failed = run_all(chain, todo, deployment, ranks)
+            with report.written_while_going(chain.output_dir):
+                failed = run_all(chain, todo, deployment, ranks)
             if failed is not None:
                 exit_with_failure(chain, *failed, todo)
-    from rlhf.chain import report
-
     if todo or not (Path(chain.output_dir) / report.REPORT).exists():
         stages = [STAGES[step] for step in (chain.steps if chain.ALONE and chain.steps else STAGES)]
         console.say(report.write_at_end(chain.output_dir, stages))

@@ -1,5 +1,6 @@
 """The page of one or several runs."""
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +61,16 @@ WarningRow = tuple[str, str, Row, Meaning | None]
 """(run, stage, its row of metrics.jsonl, what it means)"""
 
 
-def write_report(paths: Sequence[str], output: Path, declarations: Sequence[Declaration]) -> None:
+def write_report(paths: Sequence[str], output: Path, declarations: Sequence[Declaration], going: bool = False) -> None:
     """Write the report on the runs in `paths` to the file `output`.
 
-    declarations: of the stages, in their order
+    declarations: of the stages, in their order; going: the page says that the run goes on, and reloads itself
     Raises: UserError for a path without a run; OSError.
     """
-    page.write(output, render_report(read_runs(paths, declarations), declarations))
+    page.write(output, render_report(read_runs(paths, declarations), declarations, going))
 
 
-def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]) -> str:
+def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration], going: bool = False) -> str:
     """The HTML of the report."""
     declared = [each for each in declarations if any(run.stage(each.name) for run in runs)]
     by_stage = {each.name: figures.stages_of(runs, each) for each in declared}
@@ -83,6 +84,7 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
         TEMPLATE,
         title=f"{title}: report",
         heading=title,
+        going=f"{time.strftime('%Y-%m-%d %H:%M:%S')}, after {_progress(runs)}" if going else "",
         sections=sections,
         footer="Written by rlhf report. Intervals are 95 %. Every number is in metrics.jsonl and manifest.json of its "
         "stage. Times begin when a stage opens metrics.jsonl: starting Python and reading the data are not in them.",
@@ -99,6 +101,12 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
         ],
         versions=facts.versions(runs),
     )
+
+
+def _progress(runs: Sequence[RunRecord]) -> str:
+    """The last step that is recorded of the newest stage."""
+    stage = runs[-1].stages[-1]
+    return f"{'iteration' if stage.declaration.report.samples else 'step'} {stage.steps} of {stage.directory.name}"
 
 
 def _summary(run: RunRecord, colour: int) -> RunSummary:

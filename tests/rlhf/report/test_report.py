@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,31 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     code, _, message = rlhf("report", str(tmp_path / "none"))
     assert code == 2 and message.startswith(f"error: {tmp_path}/none: no stage has recorded metrics there")
+
+
+def test_a_run_that_is_going_has_a_report_after_each_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "POLL_S", 0.01)
+    out = recorded_runs.run(tmp_path / "out")
+    metrics, page = out / "step3_ppo/metrics.jsonl", out / report.REPORT
+    rows = metrics.read_text().splitlines()
+    metrics.write_text("\n".join(rows[:-2]) + "\n")
+
+    def wait_for(text: str) -> None:
+        end = time.monotonic() + 60
+        while not (page.exists() and text in page.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with report.written_while_going(str(out)), metrics.open("a") as file:
+        print(rows[-2], file=file, flush=True)
+        time.sleep(0.2)
+        assert rows_of(out / "step3_ppo")[-1]["kind"] == "train" and not page.exists()
+        print(rows[-1], file=file, flush=True)
+        wait_for("after iteration 6 of step3_ppo")
+        assert '<meta http-equiv="refresh" content="60">' in page.read_text()
+    assert "The policy got better." in report.write_at_end(str(out)) and "refresh" not in page.read_text()
 
 
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
