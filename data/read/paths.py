@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from data.config import FILE_TYPES, SUFFIXES
 from data.read.formats import LocatedRecords, read_records, suffix
@@ -45,7 +45,7 @@ class TableConfig(Config):
     """configuration of the hub dataset, or of its clone"""
     data_dir: str | None = None
     """directory inside the hub dataset or a local directory, such as harmless-base"""
-    group: str | None = None
+    group: str | None = Field(None, repr=False)
     """the group in which all rows of the path are evaluated: the value of a column `group`"""
     lines: bool = False
     """.txt files: each line is a document; otherwise empty lines separate documents"""

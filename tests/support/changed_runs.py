@@ -32,8 +32,15 @@ def swap_two_tokens(stage: Path) -> None:
 CHANGES = (change_a_weight, change_a_number, swap_two_tokens)
 
 
-LEFT = ("eval_perplexity_before", "eval_kl_floor", "eval_ref_nll_before", "eval_distinct_2_before")
-"""numbers of manifests that `rlhf verify` does not compute again: the ids of responses before training are not kept"""
+LEFT = {
+    "step1_sft": {"eval_perplexity_before"},
+    "step2_reward": set[str](),
+    "step3_ppo": {
+        "eval_kl_floor", "eval_ref_nll_before", "eval_distinct_2_before", "eval_perplexity", "eval_perplexity_before",
+    },
+}  # fmt: skip
+"""numbers of manifests that `rlhf verify` does not compute again: the ids of responses before training, and the rows of
+step 1 in step 3, are not kept"""
 
 
 def change_all_numbers(stage: Path) -> set[str]:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 SAME = 1e3 * torch.finfo(torch.float32).eps
 """how far apart a thousand additions in another order leave two numbers, at most, as a share of them"""
-OF_FOLDER = {"files", "user_files", "sha256", "manifest_sha256", "base_model_name_or_path"}
+OF_FOLDER = {"files", "user_files", "sha256", "manifest_sha256", "weights", "base_model_name_or_path"}
 """digests of the bytes of other files, and an absolute path"""
 KINDS = (".json", ".jsonl", ".safetensors")
 """the files with numbers; the others are words, and pictures of these numbers"""

@@ -1,5 +1,6 @@
 """The chain as a user meets it: one command, three stages, and what the same command does again."""
 
+import hashlib
 import json
 import math
 import os
@@ -204,7 +205,7 @@ def test_every_number_of_a_manifest_is_computed_again_or_named(out: Path, tmp_pa
     numbers = {stage: changed_runs.change_all_numbers(tmp_path / "run" / stage) for stage in STAGES}
     for step, stage in recount.finished_stages(tmp_path / "run"):
         claims, names = [*recount.recount(step, stage)], numbers[stage.directory.name]
-        left = names & {*changed_runs.LEFT}
+        left = changed_runs.LEFT[stage.directory.name]
         assert {claim.name.partition(",")[0] for claim in claims if not claim.holds} == names - left
         assert {claim.name for claim in claims if claim.recount is None} == left
 
@@ -225,8 +226,18 @@ def test_each_stage_names_what_it_started_from(out: Path) -> None:
         assert inputs[name] == {
             "path": str(out / maker / "model"),
             "manifest_sha256": manifests.manifest_digest(str(out / maker)),
+            "weights": weights_digest(out / maker / "model"),
         }
-    assert manifest(out, "step1_sft")["inputs"]["model"] == {"path": "demo-llama", "manifest_sha256": None}
+    described = hashlib.sha256(Path("configs/models/demo-llama.yaml").read_bytes()).hexdigest()
+    started = {"path": "demo-llama", "manifest_sha256": None, "weights": described}
+    assert manifest(out, "step1_sft")["inputs"]["model"] == started
+
+
+def weights_digest(model: Path) -> str:
+    """As manifests have it: of the names and sha256 of the files of weights."""
+    files = sorted(model.glob("*.safetensors"))
+    named = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def test_nothing_is_said_but_our_lines(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
