@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rlhf.config import Config
+from rlhf.config import Config, Tree, validate
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
 """of the files that `data/read/formats.py` reads"""
@@ -116,6 +116,13 @@ class DataOptions(Config):
         if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
             raise ValueError("expected three shares, none negative and not all zero")
         return shares
+
+
+def recorded_options(config: Tree) -> DataOptions:
+    """The data options among those that a stage has recorded; defaults for options that it did not have yet."""
+    return validate(
+        DataOptions, {name: config[name] for name in DataOptions.model_fields if name in config}, "the data"
+    )
 
 
 class BatchOptions(Config):

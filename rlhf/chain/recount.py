@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
 
-from data.config import DataOptions
+from data.config import recorded_options
 from data.dataset import PhaseData, open_datasets
 from data.prepare.encode import Recipe
 from rlhf import plugins
@@ -37,7 +37,6 @@ from rlhf.chain.claims import (
 )
 from rlhf.chain.stages import STAGES
 from rlhf.chat.run_models import input_path
-from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.engine.precision import BY_NAME
 from rlhf.errors import UserError
@@ -145,8 +144,7 @@ class Recount:
     def data(self, folder: str, recipe: Recipe) -> tuple[PhaseData[Any], Template]:
         """The rows as the saved tokenizer gives them, and its template."""
         tokenizer = prepare_tokenizer(load_tokenizer(self.path(folder)), "auto")
-        values = {name: self.config[name] for name in DataOptions.model_fields if name in self.config}
-        return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer), Template(tokenizer)
+        return open_datasets(recorded_options(self.config), recipe, tokenizer), Template(tokenizer)
 
     def files(self, data: PhaseData[Any], template: Template) -> Iterator[Claim]:
         """Claims of every stage: its numbers in both files, its rows, its template."""

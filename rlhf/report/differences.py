@@ -32,7 +32,6 @@ STEPS = {"fp32": 2.0**-23, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """of a dtype: between 1 and the next number"""
 SIXTH_DIGIT = 1e-5
 SPLITS = {"train": "to train on", "evaluation": "held out"}
-WEIGHTS = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +206,8 @@ def compare_numbers(first: StageRecord, second: StageRecord) -> Numbers:
 
 def _saved_weights(first: StageRecord, second: StageRecord) -> Iterator[Difference]:
     """The files of weights whose bits differ."""
-    files, others = ((stage.manifest or {}).get("files", {}) for stage in (first, second))
-    for name in [name for name in files if name in others]:
-        values = files[name]["sha256"], others[name]["sha256"]
-        if name.endswith(WEIGHTS) and values[0] != values[1]:
+    files, other_files = ((stage.manifest or {}).get("files", {}) for stage in (first, second))
+    for name in [name for name in files if name in other_files]:
+        values = files[name]["sha256"], other_files[name]["sha256"]
+        if name.endswith(manifests.WEIGHTS) and values[0] != values[1]:
             yield Difference(first.directory.name, "weights", name, values)

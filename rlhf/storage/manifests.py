@@ -24,6 +24,8 @@ from rlhf.storage import disk
 T = TypeVar("T")
 MANIFEST = "manifest.json"
 RUN_CONFIG = "config.yaml"
+WEIGHTS = (".safetensors", ".bin")
+"""suffixes of files of weights"""
 METRICS = "metrics.jsonl"
 METRICS_VERSION = 1
 """Of metrics.jsonl, in the manifest of a stage. It rises when a row changes its form, or a name its meaning or unit, or

@@ -20,9 +20,9 @@ from rlhf.types import length_groups
 
 def encode_choices(question: Question, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
     """The question with each of its choices. The ids of a choice are those that it adds to the question's."""
-    start = len(tokenizer(question.text).input_ids)
+    question_length = len(tokenizer(question.text).input_ids)
     rows = [tuple(tokenizer(f"{question.text} {choice}").input_ids) for choice in question.choices]
-    return [Demonstration(ids, ((start, len(ids)),)) for ids in rows]
+    return [Demonstration(ids, ((question_length, len(ids)),)) for ids in rows]
 
 
 def right_answers(

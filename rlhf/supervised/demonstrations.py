@@ -8,11 +8,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import sft_batch
-from data.config import DataOptions
+from data.config import recorded_options
 from data.dataset import PromptDataset, open_datasets
 from data.prepare.encode import Demonstration, Recipe
 from rlhf import console
-from rlhf.config import validate
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
@@ -46,10 +45,9 @@ def held_out(stage: Path, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[D
     config = disk.read_json(stage / manifests.MANIFEST).get("config", {})
     if "loss_on" not in config:
         return None
-    values = {name: config[name] for name in DataOptions.model_fields if name in config}
     recipe = Recipe("sft", config["loss_on"], config["objective"])
     try:
-        return open_datasets(validate(DataOptions, values, "the data"), recipe, tokenizer).evaluation
+        return open_datasets(recorded_options(config), recipe, tokenizer).evaluation
     except UserError as error:
         console.say(f"note: the perplexity of the demonstrations of {stage} is not measured: {error}")
         return None

@@ -24,9 +24,7 @@ from rlhf.hub import short_names
 from rlhf.storage import manifests
 from rlhf.training import checkpoints
 
-WEIGHTS = (".safetensors", ".bin")
-"""suffixes of files of weights"""
-SAVED = (*WEIGHTS, ".json")
+SAVED = (*manifests.WEIGHTS, ".json")
 """suffixes of a model's files"""
 CURE = "choose another --output-dir, or add --overwrite (with --steps for some stages of a chain)"
 """what to do if the stage cannot resume"""
@@ -183,7 +181,7 @@ def _digest_of_weights(path: str) -> str | None:
     if model.is_file():
         return str(manifests.digest(model)["sha256"])
     if model.is_dir():
-        return _digest_of_model(model, WEIGHTS)
+        return _digest_of_model(model, manifests.WEIGHTS)
     config = try_to_load_from_cache(str(model), "config.json")
     return Path(config).parent.name if isinstance(config, str) else None
 

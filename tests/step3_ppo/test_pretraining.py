@@ -58,10 +58,10 @@ def test_the_explained_variance_is_that_of_the_scores_before_the_first_step() ->
         errors = [score - value for score, (value, _) in zip(target, values, strict=True)]
         return 1 - pvariance(errors) / pvariance(target)
 
-    found = pretrain(game.critic, Data(PAIRS, PAIRS), game.config, tiny.PAD)  # type: ignore[arg-type]
-    assert found["eval_critic_explained_before"] == pytest.approx(explained(start), abs=1e-4)
-    assert found["eval_critic_explained"] == pytest.approx(explained(list(states(game.critic))), abs=1e-4)
-    assert found["eval_critic_explained"] > found["eval_critic_explained_before"]
+    metrics = pretrain(game.critic, Data(PAIRS, PAIRS), game.config, tiny.PAD)  # type: ignore[arg-type]
+    assert metrics["eval_critic_explained_before"] == pytest.approx(explained(start), abs=1e-4)
+    assert metrics["eval_critic_explained"] == pytest.approx(explained(list(states(game.critic))), abs=1e-4)
+    assert metrics["eval_critic_explained"] > metrics["eval_critic_explained_before"]
 
 
 @pytest.mark.parametrize("start", ["policy", "shared"])
@@ -75,5 +75,5 @@ def test_scores_that_do_not_vary_have_no_explained_variance() -> None:
     game = players("ppo", batch_size=2, critic_pretraining_epochs=1)
     assert game.critic is not None
     one = [Preference((*PROMPT, 7), (*PROMPT, 7), len(PROMPT))] * 2
-    found = pretrain(game.critic, Data(one, one), game.config, tiny.PAD)  # type: ignore[arg-type]
-    assert all(value != value for value in found.values())
+    metrics = pretrain(game.critic, Data(one, one), game.config, tiny.PAD)  # type: ignore[arg-type]
+    assert all(value != value for value in metrics.values())

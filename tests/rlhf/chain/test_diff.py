@@ -60,11 +60,11 @@ def swap_two_words(file: Path) -> None:
 
 
 def difference(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, the verdict, the rest)"""
+    """(exit code, the verdict, the table)"""
     capsys.readouterr()
     code = diff.main([str(first), str(second)])
-    said, _, rest = capsys.readouterr().out.partition("\n")
-    return code, said, rest
+    verdict, _, table = capsys.readouterr().out.partition("\n")
+    return code, verdict, table
 
 
 def changed(at: int, **values: str) -> list[Tree]:
@@ -93,10 +93,10 @@ def test_a_change_of_a_real_run_is_the_first_difference(
     (tmp_path / "model").symlink_to(runs / "model")
     for other in ("heavier", "plain.jinja"):
         (tmp_path / other).symlink_to(runs / other)
-    code, said, rest = difference(runs / "base/out", fine_tune(tmp_path / "run", rows, **options), capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}", said), said
-    assert "not recorded" not in rest and "  model/model.safetensors" in rest, rest
-    assert "more than rounding explains" in rest
+    code, verdict, table = difference(runs / "base/out", fine_tune(tmp_path / "run", rows, **options), capsys)
+    assert code == 1 and re.match(f"The first difference is in the {named}", verdict), verdict
+    assert "not recorded" not in table and "  model/model.safetensors" in table, table
+    assert "more than rounding explains" in table
 
 
 @pytest.mark.parametrize("name", ["../heavier", "../other_words"])
@@ -104,10 +104,10 @@ def test_a_model_of_the_same_name_with_another_content(
     name: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model").symlink_to(runs / name[3:])
-    _, said, rest = difference(runs / "base/out", fine_tune(tmp_path / "run", ROWS), capsys)
-    assert ("starting weights" in rest) == (name == "../heavier"), "weights are not the model's other files"
+    _, verdict, table = difference(runs / "base/out", fine_tune(tmp_path / "run", ROWS), capsys)
+    assert ("starting weights" in table) == (name == "../heavier"), "weights are not the model's other files"
     kind = {"../heavier": "starting weights of step1_sft: model", "../other_words": "tokenizer of step1_sft"}[name]
-    assert said.startswith(f"The first difference is in the {kind}"), said
+    assert verdict.startswith(f"The first difference is in the {kind}"), verdict
 
 
 @pytest.mark.parametrize("name", ["the same", "order", "file", "folder", "rounding"])
@@ -124,17 +124,17 @@ def test_equal_runs_are_the_same_to_the_last_bit(
         (tmp_path / "run/rows.jsonl").rename(tmp_path / "run/others.jsonl")
         with contextlib.chdir(tmp_path / "run"):
             run(sft_options(data_path=["others.jsonl"], **SPLIT, model="../model", overwrite=True))
-    code, said, rest = difference(runs / "base/out", other, capsys)
+    code, verdict, table = difference(runs / "base/out", other, capsys)
     if name == "rounding":
-        assert "The first difference" not in said and "more than rounding" not in said, said
+        assert "The first difference" not in verdict and "more than rounding" not in verdict, verdict
     else:
-        assert (code, said) == (
+        assert (code, verdict) == (
             0,
             f"The same to the last bit: {numbers_of(other)} numbers, and the weights of all models.",
         )
     listed = {"order": "content of rows.jsonl", "file": "data_path", "folder": "model ", "rounding": "micro_batch_size"}
-    assert (differences_listed := diff.NO_EFFECT in rest) == (name != "the same")
-    assert not differences_listed or f"  {listed[name]}" in rest.partition(diff.NO_EFFECT)[2]
+    assert (differences_listed := diff.NO_EFFECT in table) == (name != "the same")
+    assert not differences_listed or f"  {listed[name]}" in table.partition(diff.NO_EFFECT)[2]
 
 
 def numbers_of(out: Path) -> int:
@@ -201,13 +201,13 @@ def test_a_planted_change_is_the_first_difference(
     stage: str, change: Callable[[Tree], None], named: str, two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(two[1] / stage, change)
-    code, said, rest = difference(*two, capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}.*\\.$", said), said
-    assert len(rest.partition("\nnumbers\n")[0].splitlines()) == 3, "the runs, the kind, the change: nothing else"
-    code, said, _ = difference(two[0] / stage, two[1] / stage, capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}", said), "a stage by itself"
-    _, said, _ = difference(two[1], two[1], capsys)
-    assert said.startswith("The same to the last bit")
+    code, verdict, table = difference(*two, capsys)
+    assert code == 1 and re.match(f"The first difference is in the {named}.*\\.$", verdict), verdict
+    assert len(table.partition("\nnumbers\n")[0].splitlines()) == 3, "the runs, the kind, the change: nothing else"
+    code, verdict, _ = difference(two[0] / stage, two[1] / stage, capsys)
+    assert code == 1 and re.match(f"The first difference is in the {named}", verdict), "a stage by itself"
+    _, verdict, _ = difference(two[1], two[1], capsys)
+    assert verdict.startswith("The same to the last bit")
 
 
 def test_the_order_is_that_of_a_run(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,16 +216,16 @@ def test_the_order_is_that_of_a_run(two: tuple[Path, Path], capsys: pytest.Captu
     later = [PLANTED[i] for i in (17, 16, 15, 14, 12, 8, 6, 2)]
     for _, change, _ in later:
         edit(two[1] / PPO, change)
-    _, said, rest = difference(*two, capsys)
-    assert f"in the versions of {PPO}: " in said
-    headings = [line for line in rest.splitlines()[1:] if line and not line.startswith(" ")]
+    _, verdict, table = difference(*two, capsys)
+    assert f"in the versions of {PPO}: " in verdict
+    headings = [line for line in table.splitlines()[1:] if line and not line.startswith(" ")]
     assert headings == [kind for kind in kinds if kind != "template"] + ["numbers"]
     assert differences.KINDS[:4] == tuple(kinds[:4])
     edit(two[1] / SFT, option("seed", 3))
     edit(two[1] / REWARD, option("seed", 3))
-    _, said, rest = difference(*two, capsys)
-    assert f"in the options of {SFT}, {REWARD}: seed: 0 and 3." in said
-    assert len(re.findall("  seed, ", rest)) == 1
+    _, verdict, table = difference(*two, capsys)
+    assert f"in the options of {SFT}, {REWARD}: seed: 0 and 3." in verdict
+    assert len(re.findall("  seed, ", table)) == 1
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_rows_differ(
     report = json.loads((two[1] / REWARD / "data.json").read_text())
     assert report[split]["in_order"] != report[split]["as_a_set"], "rows are not in the order of their digests"
     edit(two[1] / REWARD, lambda report: report[split].update(change), "data.json")
-    code, said, _ = difference(*two, capsys)
-    assert code == 1 and re.match(f"The first difference is in the rows of {REWARD}: {named}.*$", said), said
+    code, verdict, _ = difference(*two, capsys)
+    assert code == 1 and re.match(f"The first difference is in the rows of {REWARD}: {named}.*$", verdict), verdict
 
 
 ROW = {"kind": "train", "step": 1, "seconds": 1.0, "loss": 1.0, "kl": 1e-9, "lr": 1e-3, "tokens_per_second": 5.0}
@@ -273,12 +273,12 @@ def test_from_which_step_on_numbers_differ_by_more_than_rounding(tmp_path: Path)
     rows[2] |= {"loss": 1.000009}
     rows[3] |= {"loss": 1.00002}
     rows[4] |= {"kl": 2.0, "loss": 1.5}
-    found = numbers(tmp_path / "fp32", rows)
-    assert (found.count, found.last) == (15, 5)
-    assert found.first == differences.Parting("kl", 2, (1e-9, 2e-9))
-    assert found.beyond_rounding == differences.Parting("loss", 4, (1.0, 1.00002))
-    found = numbers(tmp_path / "bf16", rows, "bf16")
-    assert found.beyond_rounding == differences.Parting("loss", 5, (1.0, 1.5))
+    compared = numbers(tmp_path / "fp32", rows)
+    assert (compared.count, compared.last) == (15, 5)
+    assert compared.first == differences.Parting("kl", 2, (1e-9, 2e-9))
+    assert compared.beyond_rounding == differences.Parting("loss", 4, (1.0, 1.00002))
+    compared = numbers(tmp_path / "bf16", rows, "bf16")
+    assert compared.beyond_rounding == differences.Parting("loss", 5, (1.0, 1.5))
     rows[4]["loss"] = 1 + 2**-8
     assert numbers(tmp_path / "half a step", rows, "bf16").beyond_rounding is None
     rows[3]["lr"] = 1.02e-3
@@ -298,35 +298,35 @@ def test_the_words_on_numbers(two: tuple[Path, Path], capsys: pytest.CaptureFixt
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return before
 
-    def said() -> str:
-        code, said, rest = difference(*two, capsys)
-        text = said.removeprefix("Nothing that is recorded differs before the numbers: ").removesuffix(".")
-        assert code == 1 and text != said and f"  {text}\n" in rest, said
-        assert rest.startswith("numbers\n"), "no table"
-        assert re.search(rf"\n  {SFT}: [\d,]+ numbers are equal, to step 4\n", rest)
+    def verdict() -> str:
+        code, verdict, table = difference(*two, capsys)
+        text = verdict.removeprefix("Nothing that is recorded differs before the numbers: ").removesuffix(".")
+        assert code == 1 and text != verdict and f"  {text}\n" in table, verdict
+        assert table.startswith("numbers\n"), "no table"
+        assert re.search(rf"\n  {SFT}: [\d,]+ numbers are equal, to step 4\n", table)
         return text
 
     third = at(3, 9.5)
     beyond = f"at step 3 loss is {third} and 9.5, more than rounding explains"
-    assert said() == f"{REWARD}: equal up to step 2; {beyond}"
+    assert verdict() == f"{REWARD}: equal up to step 2; {beyond}"
     second = at(2, 0.0)
     at(2, second + 1e-6)
     rounding = f"{REWARD}: equal up to step 1; at step 2 loss is {second} and {second + 1e-6}"
-    assert said() == f"{rounding}; from step 3 on more than rounding explains (loss is {third} and 9.5)"
+    assert verdict() == f"{rounding}; from step 3 on more than rounding explains (loss is {third} and 9.5)"
     at(3, third)
-    assert said() == f"{rounding}, and no number is farther apart than rounding explains"
+    assert verdict() == f"{rounding}, and no number is farther apart than rounding explains"
 
 
 def test_only_the_last_bits_of_the_weights_differ(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     edit(two[1] / PPO, lambda manifest: manifest["files"]["critic/model.safetensors"].update(sha256="0" * 64))
     edit(two[1] / PPO, lambda manifest: manifest["files"]["actor/config.json"].update(sha256="0" * 64))
-    code, said, rest = difference(*two, capsys)
-    assert (code, said) == (
+    code, verdict, table = difference(*two, capsys)
+    assert (code, verdict) == (
         1,
         f"Every number is equal in the six digits that are recorded, and the weights differ: {PPO}.",
     )
-    assert re.search(rf"weights\n  critic/model.safetensors, {PPO} +[0-9a-f]{{12}} +0{{12}}\n", rest)
-    assert "config.json" not in rest
+    assert re.search(rf"weights\n  critic/model.safetensors, {PPO} +[0-9a-f]{{12}} +0{{12}}\n", table)
+    assert "config.json" not in table
 
 
 # --- runs cut short, and those of before
@@ -339,13 +339,13 @@ def test_a_killed_and_a_resumed_run(
     (tmp_path / "model").symlink_to(runs / "model")
     options = {"save_every": 1}
     dying(monkeypatch, lambda: fine_tune(tmp_path / "run", ROWS, **options), "train", 3)
-    code, said, rest = difference(runs / "base/out", tmp_path / "run/out", capsys)
-    assert code == 0 and re.match(r"The same as far as both are recorded: \d+ numbers, step1_sft to step 3\.$", said)
-    assert "not recorded" not in rest
+    code, verdict, table = difference(runs / "base/out", tmp_path / "run/out", capsys)
+    assert code == 0 and re.match(r"The same as far as both are recorded: \d+ numbers, step1_sft to step 3\.$", verdict)
+    assert "not recorded" not in table
     with contextlib.chdir(tmp_path / "run"):
         run(sft_options(data_path=["rows.jsonl"], **SPLIT | {"model": "../model"} | options))
-    code, said, _ = difference(runs / "base/out", tmp_path / "run/out", capsys)
-    assert code == 0 and said.startswith("The same to the last bit")
+    code, verdict, _ = difference(runs / "base/out", tmp_path / "run/out", capsys)
+    assert code == 0 and verdict.startswith("The same to the last bit")
 
 
 def test_what_an_older_run_has_not_recorded(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,13 +364,13 @@ def test_what_an_older_run_has_not_recorded(two: tuple[Path, Path], capsys: pyte
 
     edit(two[1] / SFT, older)
     edit(two[1] / SFT, without_digests, "data.json")
-    code, said, rest = difference(*two, capsys)
-    assert code == 0 and said.startswith("The same to the last bit")
+    code, verdict, table = difference(*two, capsys)
+    assert code == 0 and verdict.startswith("The same to the last bit")
     missing = "hardware, tokenizer, starting weights, random draws"
-    assert rest.endswith(f"\nnot recorded in both runs, so not compared: {missing} ({SFT})\n")
+    assert table.endswith(f"\nnot recorded in both runs, so not compared: {missing} ({SFT})\n")
     edit(two[1] / SFT, lambda manifest: manifest["data"].update({"demo,rows=240": "a" * 32}))
-    code, said, _ = difference(*two, capsys)
-    assert code == 1 and f"rows of {SFT}: content of demo,rows=240: " in said
+    code, verdict, _ = difference(*two, capsys)
+    assert code == 1 and f"rows of {SFT}: content of demo,rows=240: " in verdict
 
 
 def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,6 +381,6 @@ def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys:
         diff.main([str(two[0]), str(tmp_path)])
     with pytest.raises(UserError, match=f"got {SFT} and {PPO}, expected a stage that both have"):
         diff.main([str(two[0] / SFT), str(two[1] / PPO)])
-    code, said, rest = difference(two[0], two[1] / REWARD, capsys)
-    assert code == 0 and said.startswith("The same to the last bit")
-    assert rest.endswith(f"{SFT} is only in {two[0]}\n{PPO} is only in {two[0]}\n")
+    code, verdict, table = difference(two[0], two[1] / REWARD, capsys)
+    assert code == 0 and verdict.startswith("The same to the last bit")
+    assert table.endswith(f"{SFT} is only in {two[0]}\n{PPO} is only in {two[0]}\n")
