@@ -16,7 +16,7 @@ DISTRIBUTION = "rlhf-pipeline"
 """the name of the package for pip"""
 VERBS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "train": ("rlhf.chain.command", (), "the three stages, one after the other"),
-    "plan": ("rlhf.chain.command", ("--plan",), "the memory, time and disk that `train` with these options takes"),
+    "plan": ("rlhf.chain.command", ("--plan",), "the memory and disk that `train` with these options takes"),
     "sft": ("step1_sft.__main__", (), "step 1 alone: supervised fine-tuning"),
     "reward": ("step2_reward.__main__", (), "step 2 alone: the reward model"),
     "ppo": ("step3_ppo.__main__", (), "step 3 alone: reinforcement learning"),

@@ -1,7 +1,7 @@
 """`--plan` and `--zero-stage auto` of the chain: forecasts of its stages, and the command that a plan proposes."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,26 +11,27 @@ from rlhf.chain.options import SECTIONS, prefix
 from rlhf.chain.stages import STAGES, load
 from rlhf.chain.steps import chosen_steps
 from rlhf.config.command_line import without
+from rlhf.hub.short_names import resolve
 from rlhf.plan.choose import as_flags
-from rlhf.plan.command import AUTO, StagePlan, WorkloadOf, format_plans, plan_stages, resolve_zero_stage
+from rlhf.plan.command import AUTO, StagePlan, WorkloadOf, format_plans, most, plan_stages, resolve_zero_stage
 from rlhf.plan.devices import PlanOptions
 from rlhf.plan.machine import NODE
 from rlhf.plan.sizes import local_tokenizer
+from rlhf.plugins import parse_spec
 from rlhf.roles import Role
 
 
-def workloads(chain: Any, change: Callable[[Any], Any] = lambda options: options) -> dict[str, tuple[Any, WorkloadOf]]:
+def workloads(chain: Any) -> dict[str, tuple[Any, WorkloadOf]]:
     """(options, workload) of each chosen stage, by section. Models that earlier stages have made are taken, else those
     from which these stages start.
 
-    change: of the options of every stage
     Raises: UserError.
     """
     steps, planned = chosen_steps(chain), dict[str, Role]()
     stages: dict[str, tuple[Any, WorkloadOf]] = {}
     # What earlier steps start from represents their models; of a stage alone no such options are known.
     for step in steps if chain.ALONE else range(1, max(steps) + 1):
-        stage, options = load(step), change(getattr(chain, SECTIONS[step]))
+        stage, options = load(step), getattr(chain, SECTIONS[step])
         if step not in steps:
             role = stage.named_roles(options)[0]
         else:
@@ -42,38 +43,48 @@ def workloads(chain: Any, change: Callable[[Any], Any] = lambda options: options
 
 
 def forecast(chain: Any, processes: int, program: str, argv: list[str]) -> str:
-    """The text of `--plan`: memory and disk of every stage, and a command that fits. If no setting of the options fits,
-    one with adapters is looked for, then one with adapters on a shared base model.
+    """The text of `--plan`: memory and disk of every stage, a command that fits, and what adapters take. The command
+    has adapters only if nothing else fits.
 
     program, argv: the command as typed
     """
+    plans = {"": _plans(chain, processes)}
+    plans |= {name: _plans(leaner, processes) for name, leaner in _leaner(chain)}
+    text = format_plans([*plans[""].values()])
+    fitting = (by_section for by_section in plans.values() if all(plan.proposal for plan in by_section.values()))
+    if proposed := next(fitting, None):
+        words = [program.replace("rlhf plan", "rlhf train"), shlex.join(without(argv, PlanOptions.model_fields))]
+        words += _deployment(chain, chain.devices or processes)
+        words += [
+            as_flags(plan.proposal, getattr(chain, section), prefix(chain, section))
+            for section, plan in proposed.items()
+            if plan.proposal is not None
+        ]
+        text += f"\n\na command that fits:\n{' '.join(filter(None, words))}"
+    lean = [f"{name}: {most([*by_section.values()])}" for name, by_section in plans.items() if name]
+    return "\n\n".join([text, *([f"most on a device {'; '.join(lean)}"] * bool(lean))])
+
+
+def _plans(chain: Any, processes: int) -> dict[str, StagePlan]:
+    """The plan of each chosen stage, by section."""
     stages = workloads(chain)
-    plans = _plans(stages, chain, processes)
-    text = format_plans(plans)
-    for trunk in (False, True):
-        if all(plan.proposal is not None for plan in plans):
-            break
-        plans = _plans(workloads(chain, partial(_with_adapter, trunk=trunk)), chain, processes)
-    named = zip(stages, plans, strict=True)
-    proposals = {section: plan.proposal for section, plan in named if plan.proposal is not None}
-    if len(proposals) < len(plans):
-        return text
-    words = [program.replace("rlhf plan", "rlhf train"), shlex.join(without(argv, PlanOptions.model_fields))]
-    words += _deployment(chain, chain.devices or processes)
-    words += [
-        as_flags(options, getattr(chain, section), prefix(chain, section)) for section, options in proposals.items()
-    ]
-    return f"{text}\n\na command that fits:\n{' '.join(filter(None, words))}"
+    by_prefix = {prefix(chain, section): stage for section, stage in stages.items()}
+    return dict(zip(stages, plan_stages(by_prefix, chain, processes), strict=True))
 
 
-def _plans(stages: dict[str, tuple[Any, WorkloadOf]], chain: Any, processes: int) -> list[StagePlan]:
-    return plan_stages({prefix(chain, section): stage for section, stage in stages.items()}, chain, processes)
-
-
-def _with_adapter(options: Any, trunk: bool) -> Any:
-    """The options with LoRA, if they name no adapter. trunk: whether all models share their base"""
-    update = {"adapter": options.adapter or "lora", "share_trunk": trunk or options.share_trunk}
-    return options.model_copy(update=update)
+def _leaner(chain: Any) -> Iterator[tuple[str, Any]]:
+    """(words, chain) with LoRA where no adapter is named, then with all models of step 3 on one base model, from which
+    the reward model starts too. Nothing for a model of random weights, which adapters would leave as they are."""
+    sections = {section: getattr(chain, section) for section in SECTIONS.values()}
+    if resolve(chain.sft.model).endswith((".yaml", ".yml")):
+        return
+    adapted = {name: o.model_copy(update={"adapter": o.adapter or "lora"}) for name, o in sections.items()}
+    if adapted != sections:
+        yield "with LoRA", chain.model_copy(update=adapted)
+    if 3 in chosen_steps(chain) and not chain.ppo.share_trunk and parse_spec(adapted["ppo"].adapter)[0] == "lora":
+        shared = {name: o.model_copy(update={"share_trunk": True}) for name, o in adapted.items()}
+        shared["reward"] = shared["reward"].model_copy(update={"model": chain.sft.model})
+        yield "with LoRA and a shared trunk", chain.model_copy(update=shared)
 
 
 def _deployment(chain: Any, devices: int) -> list[str]:

@@ -57,7 +57,7 @@ def rehearse(todo: Mapping[int, StageOptions], ranks: int, run_all: RunAll) -> N
     processes = 2 * len(todo)
     console.say(
         f"rehearsal: {STEPS} steps of each stage, then more from its checkpoint, with models of {LAYERS} layers; "
-        f"{processes} starts of a stage take about {console.duration(processes * one)}, and the steps come on top"
+        f"{processes} starts of a stage take at least {console.duration(processes * one)}, and the steps come on top"
     )
     try:
         small = in_small(todo, folder, ranks)

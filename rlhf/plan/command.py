@@ -28,8 +28,10 @@ class StagePlan:
     """The plan of one stage."""
 
     text: str
-    disk: float
-    """bytes"""
+    forecast: Forecast
+    """of the options as they are"""
+    least: Forecast
+    """of the first setting that fits, else of the least demanding one"""
     proposal: EngineOptions | None
     """the stage's options with the first setting that fits; None if none fits"""
 
@@ -46,19 +48,27 @@ def plan_stages(stages: Stages, options: PlanOptions, processes: int) -> list[St
 def plan_stage(prefix: str, options: C, workload: Callable[[C], Workload], target: Machine) -> StagePlan:
     """The forecast of a stage with its options, and the first setting that fits."""
     chosen, best = choose(options, workload, target)
-    forecasts = best if options.zero_stage == AUTO else forecast(workload(options), target)
-    if best.fits:
-        flags = as_flags(chosen, options, prefix) or "as it is"
-        line = f"  first setting that fits: {flags}"
-    else:
-        line = f"  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}"
-    return StagePlan(f"{report(forecasts)}\n{line}", forecasts.disk, chosen if best.fits else None)
+    typed = best if options.zero_stage == AUTO else forecast(workload(options), target)
+    text, flags = report(typed), as_flags(chosen, options, prefix)
+    if not best.fits:
+        text += f"\n  no setting fits: {shortfall_message(best)} with the least demanding one; {CURE}"
+    elif flags:
+        text += f"\n  first setting that fits: {flags}"
+    return StagePlan(text, typed, best, chosen if best.fits else None)
 
 
 def format_plans(plans: Sequence[StagePlan]) -> str:
-    """The plans of the stages as text."""
-    disk = sum(plan.disk for plan in plans)
-    return "\n\n".join([*(plan.text for plan in plans), f"disk for all stages: {gigabytes(disk)} GB"])
+    """The plans of the stages as text, and what holds for all."""
+    disk = sum(plan.forecast.disk for plan in plans)
+    lines = [f"disk for all stages: {gigabytes(disk)} GB", "time: not predicted; a run prints what is left of a stage"]
+    if plans[0].forecast.machine.on_cpu:
+        lines.append("on a CPU: glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 frees them")
+    return "\n\n".join([*(plan.text for plan in plans), "\n".join(lines)])
+
+
+def most(plans: Sequence[StagePlan]) -> str:
+    """The most that a stage takes on a device, with the first setting that fits."""
+    return f"{gigabytes(max(plan.least.peak for plan in plans))} GB"
 
 
 def resolve_zero_stage(options: C, workload: WorkloadOf, plan_options: PlanOptions, processes: int) -> C:
@@ -94,33 +104,36 @@ def _checked(workload: WorkloadOf, target: Machine) -> Callable[[EngineOptions],
 
 def gigabytes(value: float) -> str:
     """Bytes as decimal gigabytes with three digits."""
-    return (
-        f"{value / 1e9:.2f}" if value < 9.995e9 else f"{value / 1e9:.1f}" if value < 99.95e9 else f"{value / 1e9:.0f}"
-    )
+    digits = 2 if value < 9.995e9 else 1 if value < 99.95e9 else 0
+    return "<0.01" if 0 < value < 0.005e9 else f"{value / 1e9:.{digits}f}"
 
 
 def report(plan: Forecast) -> str:
-    """A stage as text: one line for each model, the moment with the most memory, whether it fits, and disk."""
+    """A stage as text: one line for each model, the most memory in each phase, whether it fits, and disk."""
     workload, machine, on_cpu = plan.workload, plan.machine, plan.machine.on_cpu
     count, dtype = machine.count, str(workload.dtype).removeprefix("torch.")
     what = f"{count} process{'es' * (count > 1)} on the CPU" if on_cpu else f"{count} x {machine.device.kind}"
     rows = f"{workload.micro_batch} x {workload.shape.tokens} tokens"
-    peak = f"{gigabytes(plan.peak)} GB of {gigabytes(machine.memory)} ({plan.peak_moment.name})"
+    phases = ", ".join(f"{phase} {gigabytes(peak)}" for phase, peak in plan.phase_peaks.items())
     micros = micro_batches(workload, count)
     wide = max(30, *(len(_model_label(model)) for model in plan.models))
     lines = [
         f"{workload.stage} on {what}, {dtype}, {micros} micro-batch{'es' * (micros > 1)} of {rows} a step",
-        f"  {'GB on each device':{wide}}" + "".join(f"{name:>{CELL}}" for name in COLUMNS),
+        f"  {'GB on each ' + ('process' if on_cpu else 'device'):{wide}}"
+        + "".join(f"{name:>{CELL}}" for name in COLUMNS),
         *(f"  {_model_label(model):{wide}}" + "".join(map(_cell, _memory_columns(model))) for model in plan.models),
-        f"  most on a {'process' if on_cpu else 'device'}: {peak}",
-        "  glibc keeps freed blocks, up to a third more; MALLOC_MMAP_THRESHOLD_=131072 gives them back"
-        if on_cpu
-        else f"  most CPU memory: {gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)} for each device"
-        + (" (assumed; --host-memory says it)" if machine.assumed_host else ""),
+        f"  most at once, of {gigabytes(machine.memory)} GB: {phases} (the most: {plan.peak_moment.name})",
+    ]
+    if not on_cpu:
+        assumed = " (assumed; --host-memory says it)" if machine.assumed_host else ""
+        host = f"{gigabytes(plan.host_peak)} GB of {gigabytes(machine.host)}"
+        lines.append(f"  most CPU memory: {host} for each device{assumed}")
+    lines += [
         "  fits" if plan.fits else f"  does not fit: {shortfall_message(plan)}",
         f"  disk: {gigabytes(plan.disk)} GB for {workload.keep} checkpoints, one being written, and the models",
+        *([f"  {workload.note}"] * bool(workload.note)),
     ]
-    return "\n".join([*lines, *([f"  {workload.note}"] if workload.note else [])])
+    return "\n".join(lines)
 
 
 def _model_label(model: ModelForecast) -> str:

@@ -17,6 +17,8 @@ from rlhf.plan.sizes import Setup, Size, size
 from rlhf.plan.zero import MASTER, Bytes, ModelMemory, RankLayout
 from rlhf.roles import Role
 
+PHASES = GENERATE, SCORE, UPDATE, EVALUATE = "generate", "score", "update", "evaluate"
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutWork:
@@ -105,6 +107,8 @@ class ModelForecast:
 class Moment:
     """One activity of a process, and the memory it uses meanwhile."""
 
+    phase: str
+    """one of PHASES"""
     name: str
     bytes: Bytes
 
@@ -121,8 +125,16 @@ class Forecast:
     @property
     def peak_moment(self) -> Moment:
         """The moment with the most memory on the device."""
-        on_cpu = self.machine.on_cpu
-        return max(self.moments, key=lambda moment: moment.bytes.total if on_cpu else moment.bytes.device)
+        return max(self.moments, key=self._on_device)
+
+    @property
+    def phase_peaks(self) -> dict[str, float]:
+        """Peak bytes on the device in each phase of the stage, as `peak` counts them."""
+        return {
+            phase: max(map(self._on_device, moments))
+            for phase in PHASES
+            if (moments := [moment for moment in self.moments if moment.phase == phase])
+        }
 
     @property
     def host_peak(self) -> float:
@@ -132,8 +144,10 @@ class Forecast:
     @property
     def peak(self) -> float:
         """Peak bytes on the device. On a CPU: of the process, without Python and the libraries."""
-        peak = self.peak_moment.bytes
-        return peak.total if self.machine.on_cpu else peak.device
+        return self._on_device(self.peak_moment)
+
+    def _on_device(self, moment: Moment) -> float:
+        return moment.bytes.total if self.machine.on_cpu else moment.bytes.device
 
     @property
     def shortfall(self) -> tuple[float, float]:
@@ -266,9 +280,8 @@ def _moments(
         yield from _training_moments(model, resident, workload.b, layout)
     if workload.rollout is None:
         model = trained[0]
-        yield Moment(
-            f"{model.role.part.name}: evaluate", resident + model.memory.gathered + Bytes(model.activations.inference)
-        )
+        evaluating = resident + model.memory.gathered + Bytes(model.activations.inference)
+        yield Moment(EVALUATE, f"{model.role.part.name}: evaluate", evaluating)
         return
     yield from _rollout_moments(workload, models, resident, memory, layout)
 
@@ -276,16 +289,17 @@ def _moments(
 def _training_moments(model: ModelForecast, resident: Bytes, b: int, layout: RankLayout) -> Iterator[Moment]:
     memory, activations, role = model.memory, model.activations, model.role.part.name
     accumulated = memory.gradients if layout.micro_batches > 1 else Bytes()
-    yield Moment(f"{role}: forward and backward", resident + memory.passing + Bytes(activations.head) + accumulated)
+    passing = resident + memory.passing + Bytes(activations.head) + accumulated
+    yield Moment(UPDATE, f"{role}: forward and backward", passing)
     end_of_backward = memory.passing + memory.gradients + Bytes(activations.embeddings)
-    yield Moment(f"{role}: end of backward", resident + end_of_backward)
+    yield Moment(UPDATE, f"{role}: end of backward", resident + end_of_backward)
     # Gradients that fill more than one bucket are exchanged during the backward pass, except under ZeRO-0 and 1.
     exchanged = resident + memory.reducing
     if model.size.trained > zero.BUCKET and isinstance(model.role.options, EngineOptions):
         after_backward = effective_stage(model.role.options, b, layout.ranks) < 2
         exchanged += Bytes() if after_backward else memory.passing + Bytes(activations.head)
-    yield Moment(f"{role}: exchange of gradients", exchanged)
-    yield Moment(f"{role}: step", resident + memory.stepping)
+    yield Moment(UPDATE, f"{role}: exchange of gradients", exchanged)
+    yield Moment(UPDATE, f"{role}: step", resident + memory.stepping)
 
 
 def _rollout_moments(
@@ -307,10 +321,10 @@ def _rollout_moments(
     sorts = layout.on_cpu and not rollout.share and not getattr(actor.role.options, "torch_compile", False)
     ordered = workload.b * whole_size(actor.role).linear if sorts else 0
     generating = actor.cache + sampling + ordered + rollout.share * memory
-    yield Moment("actor: generate", resident + actor.memory.gathered + Bytes(generating))
+    yield Moment(GENERATE, "actor: generate", resident + actor.memory.gathered + Bytes(generating))
     for model in models:
         scoring = model.memory.gathered + Bytes(model.activations.inference)
-        yield Moment(f"{model.role.part.name}: score", resident + scoring)
+        yield Moment(SCORE, f"{model.role.part.name}: score", resident + scoring)
 
 
 def dtype_on(options: EngineOptions, device: str) -> torch.dtype:

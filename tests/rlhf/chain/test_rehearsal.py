@@ -98,7 +98,7 @@ def test_a_run_that_is_no_longer_than_a_rehearsal_has_none(
         rehearsal.rehearse({step: options}, 1, lambda _: (step, ExitStatus(1)))
     said = capsys.readouterr().out
     assert ("left out, because the run itself is no longer" in said) == left_out
-    assert ("2 starts of a stage take about 2 min" in said) != left_out
+    assert ("2 starts of a stage take at least 2 min" in said) != left_out
 
 
 TOO_FEW = """

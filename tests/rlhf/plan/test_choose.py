@@ -265,7 +265,7 @@ def resolved(*words: str) -> Any:
 @pytest.mark.parametrize(("memory", "offloads"), [("24GB", False), ("0.6MB", True)])
 def test_the_proposed_command_sets_the_first_setting(memory: str, offloads: bool, model_path: str) -> None:
     text = plan_text(model_path, memory, "9GB")
-    line = text.split("a command that fits:\n")[1]
+    line = text.split("a command that fits:\n")[1].partition("\n\nmost on a device with LoRA: ")[0]
     assert (
         "\n" not in line
         and line.startswith("python train.py --actor-model")
@@ -291,6 +291,32 @@ def test_a_plan_looks_for_adapters_where_no_setting_fits() -> None:
     text = plan_text("opt-125m", f"{(whole + lora) / 2:.0f}", "1GB")
     assert "no setting fits: step1_sft needs" in text
     assert "--sft.adapter lora" in text.split("a command that fits:\n")[1]
+
+
+def test_a_plan_says_what_adapters_take(tmp_path: Path) -> None:
+    """Of all stages the one that takes most. On a shared trunk the reward model starts from the policy's model."""
+    for name, hidden_size in (("policy", 32), ("other", 256)):
+        tiny.config_of("llama", hidden_size=hidden_size).save_pretrained(tmp_path / name)
+    named = ["--actor-model", str(tmp_path / "policy"), "--dtype", "bf16", "--devices=1", "--device=3090"]
+    words = [*named, "--reward-model", str(tmp_path / "other")]
+
+    def most(*words: str) -> float:
+        chain = train.read([*named, "--adapter", "lora", *words])
+        target = describe_machine(chain, 1)
+        return max(
+            forecast(work(options, "RTX-3090"), target).peak for options, work in planning.workloads(chain).values()
+        )
+
+    own, shared = most(*words[len(named) :]), most("--share-trunk")
+    assert own > 1.1 * shared
+    last = planning.forecast(train.read([*words, "--plan"]), 1, "train", words).splitlines()[-1]
+    sizes = [
+        f"{name}: {command.gigabytes(peak)} GB"
+        for name, peak in (("with LoRA", own), ("with LoRA and a shared trunk", shared))
+    ]
+    assert last == "most on a device " + "; ".join(sizes)
+    for less in ("--share-trunk --adapter lora", "--actor-model demo-llama"):
+        assert "with LoRA" not in planning.forecast(train.read([*words, "--plan", *less.split()]), 1, "train", words)
 
 
 def test_a_plan_that_cannot_fit_names_the_cure(model_path: str) -> None:

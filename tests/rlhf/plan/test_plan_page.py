@@ -17,7 +17,7 @@ from rlhf.plan import command
 from rlhf.plan.activations import PassShape
 from rlhf.plan.command import report
 from rlhf.plan.devices import Device, PlanOptions
-from rlhf.plan.forecast import RolloutWork, Workload, forecast
+from rlhf.plan.forecast import Forecast, Moment, RolloutWork, Workload, forecast
 from rlhf.plan.machine import Machine
 from rlhf.plan.zero import Bytes
 from rlhf.roles import Role
@@ -60,7 +60,7 @@ def test_a_plan_tells_whether_it_fits_and_the_shortfall(model_path: str) -> None
     assert "disk for all stages" in plan_text("80GB")
     with pytest.raises(UserError, match=r"actor_model not found at .*; run step1_sft first, or name one with --act"):
         bound(REINFORCEMENT, PPO(output_dir="none"))
-    assert re.search(r"GB on each device  .*\n.*\n  most on a device: .* GB of 72", plan_text("80GB"))
+    assert re.search(r"GB on each device  .*\n.*\n  most at once, of 72.0 GB: update .*, evaluate ", plan_text("80GB"))
     assert re.search(r"most CPU memory: .* GB of 9.00 for each device\n", plan_text("80GB"))
 
 
@@ -79,6 +79,31 @@ def test_the_cells_of_a_plan_stand_apart(model_path: str) -> None:
     assert rows[0].startswith("  actor (ZeRO-1, 33.0M of 4,055.5M)  ")
     assert {len(line) for line in rows} == {len(header)}
     assert len(rows[0].split(")")[1].split()) == len(command.COLUMNS)
+
+
+def test_each_phase_has_the_largest_of_its_moments() -> None:
+    """The first number of a moment is on the device, the second in CPU memory, which is the same on a CPU."""
+    moments = (("update", 3, 9), ("update", 7, 1), ("generate", 5, 0), ("score", 2, 4), ("score", 4, 1))
+    parts = tuple(Moment(phase, f"a {phase}", Bytes(device, host)) for phase, device, host in moments)
+    work = Workload("step3_ppo", (), torch.float32, 8, 4, PassShape(4, 24, 8), 2)
+    on_gpus = Forecast(work, four_gpus(8.0), (), parts)
+    assert list(on_gpus.phase_peaks.items()) == [("generate", 5), ("score", 4), ("update", 7)]
+    on_cpu = replace(on_gpus, machine=Machine(Device("cpu", 8.0, 1.0, 1.0), 1, 8.0, 8.0))
+    assert on_cpu.phase_peaks == {"generate": 5, "score": 6, "update": 12} and on_cpu.peak == 12
+
+
+@pytest.mark.parametrize("number", [0.0, 4e6, 6e6, 9.99e9, 9.999e9, 99.94e9, 123.4e9])
+def test_gigabytes_have_three_digits(number: float) -> None:
+    expected = {
+        0.0: "0.00",
+        4e6: "<0.01",
+        6e6: "0.01",
+        9.99e9: "9.99",
+        9.999e9: "10.0",
+        99.94e9: "99.9",
+        123.4e9: "123",
+    }
+    assert command.gigabytes(number) == expected[number]
 
 
 def test_a_rollout_has_at_most_a_devices_share_of_the_batch(model_path: str) -> None:
