@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if words == ["--version"]:
-        print(f"rlhf {importlib.metadata.version(DISTRIBUTION)}")
+        print(f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
         return 0
     verb = words[0]
     if verb not in VERBS:

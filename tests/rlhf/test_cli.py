@@ -28,7 +28,7 @@ def test_the_usage_names_every_verb(words: tuple[str, ...], rlhf: Run) -> None:
 
 def test_the_version_is_that_of_the_package(rlhf: Run) -> None:
     project = tomllib.loads((cli.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert rlhf("--version") == (0, f"rlhf {project['version']}\n", "")
+    assert rlhf("--version") == (0, f"rlhf-pipeline {project['version']}\n", "")
     assert project["name"] == cli.DISTRIBUTION
 
 
