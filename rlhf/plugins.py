@@ -39,7 +39,9 @@ def names(folder: str) -> list[str]:
 
 
 def _modules(folder: str) -> list[str]:
-    return [m.name for m in pkgutil.iter_modules(importlib.import_module(folder).__path__)]
+    package = importlib.util.find_spec(folder)  # which is not imported: it may import torch
+    assert package is not None
+    return [m.name for m in pkgutil.iter_modules(package.submodule_search_locations)]
 
 
 def _table(folder: str) -> Any:
@@ -60,15 +62,19 @@ def find(folder: str, name: str) -> Any:
     elif name in (table := _table(folder)):
         plugin = table[name]
     else:
-        method = METHODS.get(plain(name))
-        if method is not None:
-            raise UserError(f"no '{name}' in {folder}: here {method}")
-        available = names(folder)
-        raise UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
+        raise unknown(folder, name)
     missing = [member for member in ("Config", "build") if not hasattr(plugin, member)]
     if missing:
         raise UserError(f"{name}: has no {' and no '.join(missing)}; a plug-in has Config and build(config, ...)")
     return plugin
+
+
+def unknown(folder: str, name: str) -> UserError:
+    """The error that there is no such plug-in, with what there is."""
+    method, available = METHODS.get(plain(name)), names(folder)
+    if method is not None:
+        return UserError(f"no '{name}' in {folder}: here {method}")
+    return UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
 
 
 def load_file(path: str) -> ModuleType:

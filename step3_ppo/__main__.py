@@ -7,6 +7,7 @@ from rlhf.config import parser
 from rlhf.errors import run_program
 from rlhf.launch.supervisor import LAUNCHER
 from rlhf.training.stage_process import fast_imports, stage_main
+from step3_ppo import algorithm_options
 from step3_ppo.config import STAGE, Step3Config
 
 
@@ -31,10 +32,7 @@ def process(argv: Sequence[str] | None = None) -> int:
 
 def options_of_the_algorithm(argv: list[str]) -> type[Step3Config]:
     """The class of the options of the algorithm that a command line names."""
-    with fast_imports():
-        from step3_ppo import algorithms  # imported here because it imports torch
-
-    return algorithms.options(parser.peek(argv, "algorithm", "ppo"))
+    return algorithm_options.options(parser.peek(argv, "algorithm", "ppo"))
 
 
 if __name__ == "__main__":

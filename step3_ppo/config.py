@@ -1,5 +1,6 @@
-"""The declaration of step 3 and the options of every algorithm. An algorithm's own options are in its file."""
+"""The declaration of step 3 and the options that all algorithms have. Those of one are in algorithm_options.py."""
 
+import importlib
 from collections.abc import Iterator
 from typing import ClassVar, Literal, Self
 
@@ -283,7 +284,7 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     def adopt(cls, values: Tree, source: object) -> Tree:
         """The values of a file that is for another algorithm, without what only that one accepts; a line names it."""
         values = super().adopt(values, source)
-        other = plugins.find(f"{__package__}.algorithms", str(values.get("algorithm", "ppo"))).Config
+        other = importlib.import_module(f"{__package__}.algorithm_options").options(str(values.get("algorithm", "ppo")))
         foreign = refused(cls, values) - refused(other, values)
         if foreign:
             names = ", ".join(f"{name} {values[name]}" for name in values if name in foreign)

@@ -1,13 +1,13 @@
 """One stage by itself, `python -m step3_ppo` or `rlhf ppo`: a chain of that step, with the stage's options as typed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import create_model
 
 from rlhf import console, streams
-from rlhf.chain import command
+from rlhf.chain import command, early
 from rlhf.chain.options import SECTIONS, ChainConfig, ProcessOptions
 from rlhf.chain.stages import STAGES
 from rlhf.config import deepspeed_json, parser
@@ -49,7 +49,13 @@ def read_command(step: int, options_of: OptionsOf, words: list[str], program: st
         return None
     settings = parser.peek(typed, deepspeed_json.CONFIG, "")
     overlay = parser.Overlay(deepspeed_json.options(settings, options), deepspeed_json.CONFIG)
-    parsed = parser.parse(typed_options, typed, program, stage.title, overlay, with_adapter_rates)
+
+    def finished(parsed: Any, names: Collection[str]) -> Any:
+        if "--print-config" not in typed:
+            early.refuse_plain_mistakes(_chain(step, options, parsed))
+        return with_adapter_rates(parsed, names)
+
+    parsed = parser.parse(typed_options, typed, program, stage.title, overlay, finished)
     deepspeed_json.require_agreement(settings, parsed)
     return command.Command(_chain(step, options, parsed), typed)
 

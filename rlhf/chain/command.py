@@ -25,7 +25,6 @@ from rlhf.chain.options import (
     StageOptions,
     chain_config,
     changed,
-    help_config,
     overlay,
     prefix,
     read,
@@ -225,15 +224,13 @@ def read_command(words: list[str], program: str) -> Command | None:
     console.loading(program.removeprefix("python "), argv, bool(shown))
     about = (__doc__ or "").split("\n")[0]
     if {"--help", "-h"} & {*argv}:
-        print(short_help(help_config(argv), program, about, SHORT_HELP))
+        print(short_help(chain_config(argv), program, about, SHORT_HELP))
         return None
     if "--help-all" in argv:
         print(full_help(chain_config(argv), program, about))
         return None
     settings = overlay(argv, over)
-    if not shown:
-        early.refuse_plain_mistakes(argv, settings)
-    chain = read(argv, settings)
+    chain = read(argv, settings) if shown else read(argv, settings, early.refuse_plain_mistakes)
     require_agreement(argv, chain)
     if shown:
         print(parser.tree_to_yaml(changed(chain)) if "--changed" in shown else parser.to_yaml(chain), end="")

@@ -1,75 +1,41 @@
-"""Mistakes that are plain before torch is imported, which takes seconds: names and values of options, missing files.
-
-Whatever is not plain is left to the checks that follow, which answer with the same words. Torch-free: the options of an
-algorithm are read in its file, by name and kind.
-"""
+"""Mistakes that are answered before torch is imported, which takes seconds, beside those of options: unknown plug-ins,
+missing files. What is not plain is left to the checks that follow. Torch-free."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from pydantic import Field, ValidationError, create_model
 
 from data.config import FILE_TYPES, SUFFIXES
-from rlhf.chain.options import SECTIONS, ChainConfig, combine, spread
+from rlhf import plugins
+from rlhf.chain.options import SECTIONS, ChainConfig
 from rlhf.chain.stages import STAGES
-from rlhf.config import Tree, parser
 from rlhf.errors import UserError
-from rlhf.shipped import ROOT
-from step3_ppo.config import Step3Config
-from step3_ppo.kl import KLOptions
 
-ALGORITHMS = ROOT / "step3_ppo/algorithms"
-OPTION = re.compile(r"^    (\w+): (.+?) = ", re.MULTILINE)
-IMPORTED = re.compile(r"^from step3_ppo\.algorithms\.(\w+) import", re.MULTILINE)
+FOLDERS = {
+    ("reward", "objective"): "step2_reward.objectives",
+    ("ppo", "reward"): "rlhf.rewards",
+    ("ppo", "judge"): "rlhf.rewards",
+}
+"""where the plug-ins of an option of a section are"""
+NO_NAME = re.compile(r".*(?:[:/]|\.py$).*")
+"""a path, or a function of the user"""
 LOCAL_FILE = re.compile(r"(?:files(?:,[^:]*)?:)?([^:*?\[]+?)(?:=[\d.]+)?")
 LOCAL_MODEL = re.compile(r"(?:\.{1,2})?/.*(?<!\.yaml)(?<!\.yml)")
 
 
-class _AnyAlgorithm(KLOptions):
-    """Options of step 3 that keep what a file says for another algorithm."""
-
-    @classmethod
-    def adopt(cls, values: Tree, source: object) -> Tree:
-        return super(Step3Config, cls).adopt(values, source)
-
-
-def refuse_plain_mistakes(argv: list[str], overlay: parser.Overlay) -> None:
-    """Raises: UserError for what `read`, or the check of the first stage, would refuse too."""
-    algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
-    if not (ALGORITHMS / f"{algorithm}.py").is_file():
-        return
-    of_algorithm: dict[str, Any] = {
-        name: (kind, None) for name, kind in _options(algorithm) if name not in KLOptions.model_fields
-    }
-    section: Any = create_model("Step3Config", __base__=_AnyAlgorithm, **of_algorithm)
-    described: Any = (section, Field(section(algorithm=algorithm)))
-    options = create_model("ChainConfig", __base__=ChainConfig, ppo=described)
-    layers = [spread(layer) for layer in parser.layers(options, argv, overlay)]
-    try:
-        chain = combine(options, layers)
-    except UserError as error:
-        invalid = error.__context__.errors() if isinstance(error.__context__, ValidationError) else []
-        origins = parser.origins(layers)
-        of_values = all(each["type"] not in ("value_error", "extra_forbidden") for each in invalid)
-        names = [".".join(part for part in each["loc"] if isinstance(part, str)) for each in invalid]
-        typed = all(origins.get(name) == parser.COMMAND_LINE for name in names)
-        if of_values and typed and not of_algorithm.keys() & {name.removeprefix("ppo.") for name in origins}:
-            raise
-        return
+def refuse_plain_mistakes(chain: ChainConfig) -> None:
+    """Raises: UserError for a plug-in, a data file or a model's directory that is not there."""
+    for (section, option), folder in FOLDERS.items():
+        _refuse_unknown_plugin(getattr(getattr(chain, section), option), folder)
     if not chain.plan and not any((Path(chain.output_dir) / stage.name).exists() for stage in STAGES.values()):
         _refuse_missing_files(chain)
 
 
-def _options(algorithm: str) -> Iterator[tuple[str, Any]]:
-    """(name, kind) of each option in an algorithm's file, and in those that it imports: whether it is a flag or a list
-    decides which words follow it."""
-    text = (ALGORITHMS / f"{algorithm}.py").read_text(encoding="utf-8")
-    for name, kind in OPTION.findall(text):
-        yield name, bool if kind == "bool" else tuple[Any, ...] if kind.startswith("tuple") else Any
-    for other in IMPORTED.findall(text):
-        yield from _options(other)
+def _refuse_unknown_plugin(value: str | tuple[str, ...] | None, folder: str) -> None:
+    """value: plug-ins, each with a weight that may stand before it, or one plug-in"""
+    specs = [plugins.split_weight(spec)[1] for spec in value] if isinstance(value, tuple) else [value or ""]
+    for name in (plugins.parse_spec(spec)[0] for spec in specs):
+        if name and not NO_NAME.fullmatch(name) and name not in plugins.names(folder):
+            raise plugins.unknown(folder, name)
 
 
 def _refuse_missing_files(chain: ChainConfig) -> None:
@@ -77,13 +43,13 @@ def _refuse_missing_files(chain: ChainConfig) -> None:
     if not chain.steps and chain.ppo.actor_model is not None:  # then step 3 may be the only one
         return
     step = min(chain.steps or STAGES)
-    options, name = getattr(chain, SECTIONS[step]), STAGES[step].name
+    options, where = getattr(chain, SECTIONS[step]), "" if chain.ALONE else f"{STAGES[step].name}: "
     for path in (*options.data_path, *options.eval_data_path):
         file = LOCAL_FILE.fullmatch(path)
         if not file or Path(file[1].lower().removesuffix(".gz")).suffix not in SUFFIXES:
             continue
         if not Path(path).exists() and not Path(file[1]).expanduser().exists():
-            raise UserError(f"{name}: {file[1]}: no such file or directory; expected {FILE_TYPES}")
-    model = getattr(options, "model", "")  # step 3 has others
+            raise UserError(f"{where}{file[1]}: no such file or directory; expected {FILE_TYPES}")
+    model = getattr(options, "model", None) or getattr(options, "actor_model", None) or ""
     if LOCAL_MODEL.fullmatch(model) and not Path(model).exists():
-        raise UserError(f"{name}: {model}: no such directory; expected a model directory, a hub id or a .yaml file")
+        raise UserError(f"{where}{model}: no such directory; expected a model directory, a hub id or a .yaml file")

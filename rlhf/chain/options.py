@@ -1,7 +1,7 @@
 """Options of the chain: those at the top, and the sections of the stages. Importing this imports no torch."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -18,8 +18,8 @@ from rlhf.plan.devices import PlanOptions
 from rlhf.training.stage_process import fast_imports, with_adapter_rates
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
+from step3_ppo import algorithm_options
 from step3_ppo.config import Step3Config
-from step3_ppo.kl import KLOptions
 
 StageOptions = SFTConfig | RewardConfig | Step3Config
 SECTIONS = {1: "sft", 2: "reward", 3: "ppo"}
@@ -97,11 +97,9 @@ class ChainConfig(DataOptions, EngineOptions, SharedOptimizerOptions, RunOptions
 
 def chain_config(argv: list[str]) -> type[ChainConfig]:
     """ChainConfig with the options of the chosen algorithm as its `ppo` section."""
-    with fast_imports():
-        from step3_ppo import algorithms  # imported here because it imports torch
-
     algorithm = parser.peek(argv, "ppo.algorithm", "ppo")
-    return _with_section(algorithms.options(algorithm), algorithm)
+    with fast_imports():  # of a user's algorithm
+        return _with_section(algorithm_options.options(algorithm), algorithm)
 
 
 @functools.cache
@@ -109,14 +107,6 @@ def _with_section(options: type[Step3Config], algorithm: str) -> type[ChainConfi
     """Made once: for every class pydantic searches the sources of all callers, 0.013 s in a program, more in a test."""
     described = Field(options(algorithm=algorithm), description=ChainConfig.model_fields["ppo"].description)
     return create_model("ChainConfig", __base__=ChainConfig, ppo=(options, described))
-
-
-def help_config(argv: list[str]) -> type[ChainConfig]:
-    """A class with the options of SHORT_HELP as `chain_config` has them. For the default algorithm it imports no torch:
-    those options are of every algorithm with a KL penalty."""
-    if parser.peek(argv, "ppo.algorithm", "ppo") != "ppo":
-        return chain_config(argv)
-    return create_model("ChainConfig", __base__=ChainConfig, ppo=(KLOptions, KLOptions()))
 
 
 def shared_options(section: str) -> dict[str, str]:
@@ -143,10 +133,15 @@ def combine(options: type[ChainConfig], layers: list[parser.Layer]) -> ChainConf
     return parser.combine(options, [spread(parser.Layer("defaults", top)), *layers])
 
 
-def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainConfig:
+def read(
+    argv: list[str],
+    overlay: parser.Overlay = parser.NO_OVERLAY,
+    check: Callable[[ChainConfig], None] = lambda _: None,
+) -> ChainConfig:
     """The chain of a command line: of what files, overlay and command line set, a later one decides, also for a section
     of an earlier one.
 
+    check: of the chain, before torch is imported
     Raises: UserError for a mistake, also if a section sets its own output directory.
     """
     options = chain_config(argv)
@@ -154,6 +149,7 @@ def read(argv: list[str], overlay: parser.Overlay = parser.NO_OVERLAY) -> ChainC
     origins = parser.origins(layers)
     chain = combine(options, layers)
     refuse_secrets(chain.model_dump(mode="json"))
+    check(chain)
     sections = {section: getattr(chain, section) for section in SECTIONS.values()}
     for section, stage in sections.items():
         if stage.output_dir != chain.output_dir:

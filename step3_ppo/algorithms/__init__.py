@@ -66,17 +66,6 @@ class Algorithm(Protocol):
         """(loss [], metrics [] each) of the actor, whose log-probs of the response tokens are `logprobs` [B, T]."""
 
 
-def options(name: str) -> type[Step3Config]:
-    """The options of an algorithm, a name in this folder or the path of a Python file.
-
-    Raises: UserError for an unknown name, or a file whose Config is not a `Step3Config`.
-    """
-    config = plugins.find(FOLDER, name).Config
-    if not (isinstance(config, type) and issubclass(config, Step3Config)):
-        raise UserError(f"{name}: Config: got {config}, expected a class derived from step3_ppo.config.Step3Config")
-    return config
-
-
 def load(config: Step3Config) -> Algorithm:
     """The algorithm that the options name, with every member of the contract.
 

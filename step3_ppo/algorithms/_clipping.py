@@ -1,40 +1,13 @@
 """The clipped loss of the policy, which PPO, GRPO, RLOO and REINFORCE share: how far the ratio to the policy that
 sampled counts, and what the tokens of a response weigh."""
 
-from typing import Literal, Self
-
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import ClippedConfig
 from step3_ppo.algorithms import Iteration
-from step3_ppo.config import Step3Config
-
-
-class ClippedConfig(Step3Config):
-    """Clip the ratio to the policy that sampled."""
-
-    cliprange: float = Field(0.2, gt=0)
-    """the policy's ratio counts within 1 +- cliprange"""
-    cliprange_high: float | None = Field(None, gt=0)
-    """the policy's ratio counts up to 1 + cliprange_high, if another than cliprange (clip-higher: unlikely tokens may
-    become likelier)"""
-    dual_clip: float | None = Field(None, gt=1)
-    """most that the ratio of a token with a negative advantage counts, which has no bound otherwise; 3 is usual"""
-    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    """what weighs alike in the policy's loss: token = every token of an optimizer step; sequence = every response;
-    constant = every token of the run, as the sum is divided by response_length for each response (Dr. GRPO)"""
-    tis_cap: float | None = Field(None, gt=0)
-    """weigh each token in the policy's loss by the ratio of its probability in the trainer to that in the sampler, at
-    most tis_cap (truncated importance sampling): corrects for a rollout backend whose log-probs differ; none: off"""
-
-    @model_validator(mode="after")
-    def _ratios_to_the_sampler_need_both(self) -> Self:
-        if self.tis_cap is not None and not self.rescore:
-            raise ValueError("tis_cap: expected rescore, which computes the log-probs of the trainer")
-        return self
 
 
 class Clipped:

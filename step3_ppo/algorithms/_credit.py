@@ -1,25 +1,13 @@
 """Parts of credit that several algorithms share: the KL in the reward, generalised advantage estimation, whitening."""
 
-from pydantic import Field
 from torch import Tensor
 
 from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import ops
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import GAEConfig
 from step3_ppo.algorithms import Iteration
-from step3_ppo.kl import KLOptions
-
-
-class GAEConfig(KLOptions):
-    """Credit by generalised advantage estimation, which needs a critic."""
-
-    gamma: float = Field(1.0, ge=0, le=1)
-    """discount per token"""
-    lam: float = Field(0.95, ge=0, le=1)
-    """lambda of generalised advantage estimation"""
-    whiten_advantages: bool = True
-    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
 
 
 def rewards_of(rollout: ScoredRollout, kl_coef: float) -> Tensor:

@@ -2,24 +2,13 @@
 
 import math
 
-from pydantic import Field
 from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import A2CConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._credit import GAEConfig, gae_credit
-
-
-class Config(GAEConfig):
-    """A2C: one optimizer step an iteration, so that the policy is the one that sampled."""
-
-    num_ppo_epochs: int = Field(1, ge=1, le=1)
-    """passes over an iteration's rollout: one"""
-    num_mini_batches: int = Field(1, ge=1, le=1)
-    """optimizer steps in a pass: one"""
-    whiten_advantages: bool = False
-    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
+from step3_ppo.algorithms._credit import gae_credit
 
 
 class A2C:

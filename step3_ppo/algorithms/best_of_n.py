@@ -5,30 +5,13 @@ the best of earlier iterations; here each iteration learns from its own response
 """
 
 import torch
-from pydantic import Field, field_validator
 from torch import Tensor
 
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import BestOfNConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.config import Step3Config
-
-
-class Config(Step3Config):
-    """Best of K: no critic and no KL in reward or loss; the best of each prompt's K responses is a demonstration."""
-
-    num_generations: int = Field(4, ge=2)
-    """responses sampled for each prompt; the policy learns the best of them; batch_size counts all of them"""
-    num_ppo_epochs: int = Field(1, ge=1)
-    """passes over an iteration's chosen responses"""
-
-    @field_validator("use_score_scaling", "score_clip")
-    @classmethod
-    def _refuse_score_scaling(cls, value: object) -> object:
-        if value:
-            raise ValueError("expected no change of scores; only the order of the scores of one prompt matters here")
-        return value
 
 
 class BestOfN:

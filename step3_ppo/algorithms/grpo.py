@@ -1,41 +1,16 @@
 """GRPO: scores against those of the same prompt, the KL as a loss (arXiv 2402.03300; Dr. GRPO 2503.20783; GSPO
 2507.18071)."""
 
-from typing import Literal
-
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from rlhf.distributed import collectives
 from rlhf.maths import credit as crediting
 from rlhf.maths import losses, ops
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import GRPOConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import Clipped, ClippedConfig, response_weights
-from step3_ppo.kl import KLOptions
-
-
-class Config(KLOptions, ClippedConfig):
-    """GRPO: no critic, no KL in the reward; a group's mean is the baseline."""
-
-    num_generations: int = Field(4, ge=2)
-    """responses sampled for each prompt; batch_size counts responses"""
-    scale_rewards: bool = True
-    """divide by the group's standard deviation; off (Dr. GRPO): prompts whose scores vary more weigh more"""
-    scale_rewards_by: Literal["group", "batch"] = "group"
-    """scale_rewards: batch = divide by the standard deviation of all scores of the iteration instead"""
-    importance_sampling_level: Literal["token", "sequence"] = "token"
-    """what the clipped ratio is of: token; sequence = the whole response, whose probability has the power 1 / length
-    (GSPO, with loss_aggregation sequence and a cliprange of about 3e-4)"""
-    kl_coef: float = Field(0.04, ge=0)
-    """weight of the KL to the reference in the loss (TRL's beta)"""
-    kl_estimator: Literal["k2", "k3"] = "k2"
-    """per-token estimate of the KL in the loss; k2 has the gradient of the KL of a token given those before it, k3 is
-    the paper's"""
-
-    def score_scale(self, deviation: float) -> float:
-        return 1.0 if self.scale_rewards else deviation
+from step3_ppo.algorithms._clipping import Clipped, response_weights
 
 
 class GRPO(Clipped):

@@ -2,21 +2,14 @@
 
 import math
 
-from pydantic import Field
 from torch import Tensor
 
 from rlhf.maths import losses
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import PPOConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
-from step3_ppo.algorithms._credit import GAEConfig, gae_credit
-
-
-class Config(GAEConfig, ClippedConfig):
-    """PPO: a policy and a critic, both clipped around their outputs at the rollout (the policy in _clipping.py)."""
-
-    cliprange_value: float = Field(0.2, gt=0)
-    """the value counts within +- cliprange_value of the old one"""
+from step3_ppo.algorithms._clipping import Clipped
+from step3_ppo.algorithms._credit import gae_credit
 
 
 class PPO(Clipped):

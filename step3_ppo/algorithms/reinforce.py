@@ -1,21 +1,13 @@
 """REINFORCE++: returns instead of a critic, one baseline for the batch, PPO's clip (arXiv 2501.03262)."""
 
 import torch
-from pydantic import Field
 
 from rlhf.maths import credit as crediting
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import ReinforceConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
+from step3_ppo.algorithms._clipping import Clipped
 from step3_ppo.algorithms._credit import rewards_of, whitened
-from step3_ppo.kl import KLOptions
-
-
-class Config(KLOptions, ClippedConfig):
-    """REINFORCE++: no critic; a token's advantage is its return, minus the mean over the batch."""
-
-    gamma: float = Field(1.0, ge=0, le=1)
-    """discount per token"""
 
 
 class Reinforce(Clipped):

@@ -1,22 +1,11 @@
 """RLOO: the other responses to a prompt are the baseline (arXiv 2402.14740)."""
 
-from pydantic import Field
-
 from rlhf.maths import credit as crediting
 from rlhf.types import Credit, ScoredRollout
+from step3_ppo.algorithm_options import RLOOConfig as Config
 from step3_ppo.algorithms import Iteration
-from step3_ppo.algorithms._clipping import Clipped, ClippedConfig
+from step3_ppo.algorithms._clipping import Clipped
 from step3_ppo.algorithms._credit import rewards_of, whitened
-from step3_ppo.kl import KLOptions
-
-
-class Config(KLOptions, ClippedConfig):
-    """RLOO: no critic; a whole response is one action, judged against the others to its prompt."""
-
-    num_generations: int = Field(4, ge=2)
-    """responses sampled for each prompt (TRL's rloo_k); batch_size counts responses"""
-    whiten_advantages: bool = False
-    """advantages get mean 0 and variance 1 over all tokens of the iteration on all ranks"""
 
 
 class RLOO(Clipped):

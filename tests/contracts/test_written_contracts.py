@@ -11,7 +11,7 @@ import torch
 from data.prepare.mixture import open_origin
 from rlhf import adapters, generation, rewards
 from rlhf.errors import UserError
-from step3_ppo import algorithms, stage
+from step3_ppo import algorithm_options, algorithms, stage
 from step3_ppo.config import Step3Config
 from tests.support import tiny
 from tests.support.demo import SMALL as DEMO
@@ -156,7 +156,7 @@ def reward(path: str) -> rewards.Source:
 
 
 def algorithm(path: str) -> None:
-    algorithms.options(path)
+    algorithm_options.options(path)
     algorithms.load(Step3Config(**SMALL, algorithm=path))
 
 
@@ -206,7 +206,7 @@ def test_a_file_is_executed_once_in_a_whole_step_3(tmp_path: Path, monkeypatch: 
     texts = {"algorithm": ALGORITHM, "dataset": DATASET, "reward": scores}
     for name, text in texts.items():
         written(tmp_path, COUNTED + text, f"{name}.py")
-    config = algorithms.options("algorithm.py")(
+    config = algorithm_options.options("algorithm.py")(
         **{**DEMO, "data_path": ["dataset.py"]},
         algorithm="algorithm.py",
         reward=["reward.py:score"],

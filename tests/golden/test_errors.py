@@ -42,7 +42,7 @@ from step2_reward import __main__ as reward
 from step2_reward.config import RewardConfig
 from step2_reward.evaluation_options import EvaluateRewardConfig
 from step3_ppo import __main__ as ppo
-from step3_ppo import algorithms
+from step3_ppo import algorithm_options
 from step3_ppo.inputs import check as check_step_3
 from tests.support import texts, tiny
 from tests.support.programs import without_status
@@ -88,7 +88,7 @@ def _parsed(config: type[Config]) -> Callable[[str], object]:
 def _step_3(typed: str) -> Config:
     """The algorithm stands before its options."""
     name, *words = typed.split()
-    return parser.parse(algorithms.options(name), ["--algorithm", name, *words], "step3_ppo", "")
+    return parser.parse(algorithm_options.options(name), ["--algorithm", name, *words], "step3_ppo", "")
 
 
 def _checked_step_3(typed: str) -> None:

@@ -36,7 +36,7 @@ TORCH_FREE = (
     "rlhf.errors", "rlhf.streams", "rlhf.private_folders", "rlhf.hub.short_names",
     "rlhf.training.stage_process", "rlhf.launch.hosts", "rlhf.launch.launcher", "rlhf.launch.rank_variables",
     "rlhf.launch.supervisor", "rlhf.distributed.addresses", "rlhf.chain.options", "rlhf.chain.early", "data.config",
-    "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options",
+    "rlhf.chain.stages", "rlhf.chain.chat", "rlhf.chat.options", "step3_ppo.algorithm_options",
     "rlhf.config.declaration", "rlhf.supervised.options", "step2_reward.evaluation_options",
     *(f"{stage}.config" for stage in STAGES),
 )  # fmt: skip

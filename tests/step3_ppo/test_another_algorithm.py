@@ -9,7 +9,7 @@ from rlhf.chain import command as train
 from rlhf.config import parse, read_yaml
 from rlhf.errors import UserError
 from rlhf.shipped import CONFIGS
-from step3_ppo import algorithms
+from step3_ppo import algorithm_options, algorithms
 from step3_ppo.config import Step3Config
 
 STORIES = CONFIGS / "recipes" / "stories260k-sentiment-cpu.yaml"
@@ -34,7 +34,7 @@ def test_only_what_the_algorithm_refuses_is_left_out(
     algorithm: str, left_out: dict[str, Any], own: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = chain("--config", str(STORIES), "--ppo.algorithm", algorithm).ppo
-    assert type(options) is algorithms.options(algorithm)
+    assert type(options) is algorithm_options.options(algorithm)
     tuned = {name: value for name, value in read_yaml(STORIES)["ppo"].items() if name not in {*left_out, *own}}
     assert {name: getattr(options, name) for name in (*tuned, *own)} == tuned | own
     warnings = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
@@ -63,7 +63,7 @@ def test_a_later_file_chooses_too(tmp_path: Path) -> None:
 def test_step_3_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("{kl_coef: 0.1, batch_size: 64}")
     argv = ["--config", str(tmp_path / "mine.yaml"), "--algorithm", "best_of_n"]
-    cls: type[Step3Config] = algorithms.options("best_of_n")
+    cls: type[Step3Config] = algorithm_options.options("best_of_n")
     assert parse(cls, argv, "step3_ppo", "").batch_size == 64
 
 

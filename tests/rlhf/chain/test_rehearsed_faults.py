@@ -15,7 +15,7 @@ from rlhf.report import write
 from rlhf.training import run
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
-from step3_ppo import algorithms
+from step3_ppo import algorithm_options
 from tests.support import stages_here
 
 SMALL: dict[str, Any] = {
@@ -29,7 +29,7 @@ def options_of(step: int, algorithm: str = "rloo", **changes: Any) -> Any:
     """The options of a stage alone."""
     if step == 3:
         own = SAMPLING | {"reward": ("length,target=4",), "algorithm": algorithm}
-        return algorithms.options(algorithm)(**SMALL | own | changes)
+        return algorithm_options.options(algorithm)(**SMALL | own | changes)
     return {1: SFTConfig, 2: RewardConfig}[step](**SMALL | {"model": "demo-llama"} | changes)
 
 
