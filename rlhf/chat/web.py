@@ -69,23 +69,23 @@ class Page:
         try:
             turn = session.ask(text)
         except UserError as error:
-            yield [*self._sides(session), text, f"error: {error}", gr.update(visible=False)]
+            yield [*self._sides(session), text, f"error: {error}", _votes(False)]
             return
         answers = [""] * self.sides
         for side, piece in pieces(turn):
             answers[side] += piece
-            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", gr.update(visible=False)]
+            yield [*(shown(turn.messages, answer) for answer in answers), "", "writing ...", _votes(False)]
         if session.turn is not turn:  # the person has started a new dialogue meanwhile
             return
         try:
             session.score()
         except UserError as error:
-            yield [*self._sides(session), "", f"error: {error}", gr.update(visible=False)]
+            yield [*self._sides(session), "", f"error: {error}", _votes(False)]
             return
         refusal = session.refusal() if self.sides == 2 else ""
         status = "which answer is better?" if self.sides == 2 else _names(turn)
         status = f"no vote: {refusal}. {_names(turn)}" if refusal else status
-        yield [*_answers(turn), "", status, gr.update(visible=self.sides == 2 and not refusal)]
+        yield [*_answers(turn), "", status, _votes(self.sides == 2 and not refusal)]
 
     def vote(self, preference: Preference) -> Callable[[Session], list[object]]:
         def handle(session: Session) -> list[object]:
@@ -93,22 +93,27 @@ class Page:
             try:
                 session.vote(preference)
             except UserError as error:
-                return [*self._sides(session), f"{error}", gr.update(visible=False)]
+                return [*self._sides(session), f"{error}", _votes(False)]
             assert turn is not None
             written = f"vote written to {session.votes}. {_names(turn)}"
-            return [*_answers(turn), written, gr.update(visible=False)]
+            return [*_answers(turn), written, _votes(False)]
 
         return handle
 
     def reset(self, session: Session) -> list[object]:
         session.reset()
-        return [*self._sides(session), "new dialogue", gr.update(visible=False)]
+        return [*self._sides(session), "new dialogue", _votes(False)]
 
     def _sides(self, session: Session) -> list[Messages]:
         turn = session.turn
         if turn is None or any(generation.response is None for generation in turn.generations):
             return [shown(session.history)] * self.sides
         return _answers(turn)
+
+
+def _votes(shown: bool) -> object:
+    """The row of votes: whether it is shown."""
+    return gr.update(visible=shown)
 
 
 def _answers(turn: Turn) -> list[Messages]:

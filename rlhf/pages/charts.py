@@ -44,11 +44,10 @@ class Series:
     name: str
     points: tuple[Point, ...]
     colour: int = 0
-    kind: Literal["line", "path", "steps", "marks"] = "line"
-    """path: connects the points in their order, for lines that turn back in x; steps: each point is the left edge of a
-    bar, and the last one the right edge of the figure; marks: dots without a line"""
-    dots: bool = False
-    """mark each point of a line: it is a measurement of its own"""
+    kind: Literal["line", "dotted", "path", "steps", "marks"] = "line"
+    """dotted: a line with a dot at each point, which is a measurement of its own; path: connects the points in their
+    order, for lines that turn back in x; steps: each point is the left edge of a bar, and the last one the right edge
+    of the figure; marks: dots without a line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ def draw(chart: Chart) -> Drawing | None:
     dots: list[tuple[float, float, int]] = []
     for each, points in series:
         strokes += _strokes(each, points, scale)
-        if each.dots or each.kind == "marks" or len(points) == 1 or _measured(points):
+        if each.kind in ("dotted", "marks") or len(points) == 1 or _measured(points):
             dots += [(scale.x(point.x), scale.y(point.y), each.colour) for point in points]
     ends = [(scale.y(points[-1].y), each) for each, points in series] if named else []
     bars = [(each, points) for each, points in series if each.kind == "steps"]

@@ -60,11 +60,10 @@ def _lines(curve: Curve, stage: tuple[int, str, StageRecord], several: bool) -> 
         ]
         name = _line_name(metric, curve.metrics)
         if points:
-            held_out = metric.startswith("eval_")
-            marks = held_out and (name == HELD_OUT or len(points) < FEWEST_OF_A_LINE)
+            lone = name == HELD_OUT or len(points) < FEWEST_OF_A_LINE
             yield Series(
                 f"{run} {name}" if several else name, tuple(points), colour if several else index % COLOURS,
-                "marks" if marks else "line", dots=held_out,
+                "line" if not metric.startswith("eval_") else "marks" if lone else "dotted",
             )  # fmt: skip
 
 

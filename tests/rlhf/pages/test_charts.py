@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from typing import Any
 
 import pytest
 
@@ -75,11 +76,15 @@ def test_points_below_the_lowest_value_are_triangles_there() -> None:
     assert f"M{charts.LEFT} {drawing.triangles[0][1]:g}L" in drawing.strokes[0].d
 
 
-def test_marks_are_dots_without_a_line() -> None:
-    points = (Point(0.0, 1.0, y_half=0.5), Point(4.0, 2.0))
-    drawing = draw(Chart("t", "step", (Series("a", points, kind="marks"),)))
-    assert drawing is not None and len(drawing.dots) == 2
-    assert [stroke.style for stroke in drawing.strokes] == ["whisker"]
+@pytest.mark.parametrize(
+    ("kind", "dots", "styles"),
+    [("marks", 2, ["whisker"]), ("dotted", 2, ["line", "whisker"]), ("line", 0, ["line", "whisker"])],
+)
+def test_marks_are_dots_without_a_line(kind: Any, dots: int, styles: list[str]) -> None:
+    points = (Point(0.0, 1.0, x_half=0.5), Point(4.0, 2.0))
+    drawing = draw(Chart("t", "step", (Series("a", points, kind=kind),)))
+    assert drawing is not None and len(drawing.dots) == dots
+    assert [stroke.style for stroke in drawing.strokes] == styles
 
 
 def test_a_thinned_line_keeps_its_ends_and_extremes() -> None:

@@ -287,7 +287,7 @@ def test_several_runs_are_drawn_into_the_same_figures(tmp_path: Path) -> None:
     assert "a/out" in page.text and "The policy got worse." in page.text and "The policy got better." in page.text
 
 
-@pytest.mark.parametrize(("iterations", "alone", "against_kl"), [(3, "marks", "marks"), (4, "line", "path")])
+@pytest.mark.parametrize(("iterations", "alone", "against_kl"), [(3, "marks", "marks"), (4, "dotted", "path")])
 def test_few_evaluations_are_no_curve(iterations: int, alone: str, against_kl: str, tmp_path: Path) -> None:
     """Of four evaluations (one before training) none is joined to the next; beside a training curve they never are."""
     recorded_runs.reinforcement(tmp_path / "run/step3_ppo", (1.0, 0.5), iterations=iterations)
