@@ -111,7 +111,7 @@ def measure_policy(options: Options, ppo: Any, seed: int) -> dict[str, dict[str,
 
     NaN: best-of-n has no gain at its KL, or the line does not have the nats.
     """
-    from rlhf.chain.export import between
+    from rlhf.chain.line import between
     from rlhf.storage.manifests import resolve_model_path
 
     reference = resolve_model_path(ppo.actor_model, "model")

@@ -5,28 +5,32 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.read.choices import read_questions
+from data.read.choices import Question, read_questions
 from rlhf.errors import UserError
 from rlhf.maths.intervals import win_rate_interval
 from rlhf.models.load import context_length, load_config
 from rlhf.supervised.choices import encode_choices, right_answers
 from rlhf.supervised.demonstrations import held_out, perplexity
 from rlhf.types import Metrics
-from step3_ppo.config import MAKERS, Step3Config
+from step3_ppo.config import MAKERS
 from step3_ppo.learner import Learner
 
 
-def check_questions(config: Step3Config, model_path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises: UserError for questions that cannot be read, or do not fit the model's context."""
-    if config.multiple_choice is None:
-        return
-    questions, limit = read_questions(config.multiple_choice), context_length(load_config(model_path))
+def open_questions(
+    option: str, path: str | None, model_path: str, tokenizer: PreTrainedTokenizerBase
+) -> list[Question]:
+    """The questions that an option names; none if it is not set. Raises: UserError for questions that cannot be read,
+    or do not fit the model's context."""
+    if path is None:
+        return []
+    questions, limit = read_questions(path), context_length(load_config(model_path))
     longest = max(len(row.ids) for question in questions for row in encode_choices(question, tokenizer))
     if longest > limit:
         raise UserError(
-            f"--multiple-choice {config.multiple_choice}: got a question of {longest} tokens, expected at most "
-            f"{limit}, the context of '{model_path}'; leave it out"
+            f"{option} {path}: got a question of {longest} tokens, expected at most {limit}, the context of "
+            f"'{model_path}'; leave it out"
         )
+    return questions
 
 
 class Cost:

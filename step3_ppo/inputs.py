@@ -29,7 +29,7 @@ from rlhf.training.checks import check_engine, check_ranks, check_start, check_s
 from rlhf.training.trackers import check_trackers
 from step3_ppo import algorithms
 from step3_ppo.config import POLICY, SHARED, STAGE, Step3Config
-from step3_ppo.cost import check_questions
+from step3_ppo.cost import open_questions
 from step3_ppo.pretraining import check_pretraining, open_pairs, pairs_content
 from step3_ppo.ptx import open_ptx, ptx_content
 from step3_ppo.roles import ACTOR, REFERENCE, REWARD_MODEL, roles, run_reward_model, source_specs, workload
@@ -89,7 +89,7 @@ def check(
     require_rows(data, config, config.batch_size // config.num_generations, ranks)
     _check_lengths(config, table, tokenizer, data, load)
     _check_rows(config, data)
-    check_questions(config, table[0].path, tokenizer)
+    open_questions("--multiple-choice", config.multiple_choice, table[0].path, tokenizer)
     ptx_rows = open_ptx(config, tokenizer)
     if ptx_rows is not None:
         check_ranks(config.ptx_batch_size, ranks, "ptx_batch_size")

@@ -3,7 +3,7 @@ policy between the reference and the tuned one."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,9 +25,12 @@ class ExportConfig(Config):
     """directory of a model that was saved with --share-trunk, of a finished stage, or of a run (its newest policy)"""
     merge: str | None = None
     """directory to write: the base model with the adapter added to its weights, or the policy of --at"""
-    at: float | None = Field(None, ge=0)
+    at: Annotated[float, Field(ge=0)] | Literal["best"] | None = None
     """how far to go from the reference, 0, to the tuned policy, 1, on the straight line between their weights: below 1
-    it has a smaller KL and a lower score. For a run or a stage of whole models"""
+    it has a smaller KL and a lower score. best: as far as no loss is shown on step 1's held-out demonstrations, and on
+    --keep. For a run or a stage of whole models"""
+    keep: str | None = None
+    """with --at best: questions on which the policy must not lose, in a file as --multiple-choice of step 3 takes it"""
 
 
 def merge(path: str, out: Path) -> None:
@@ -36,6 +39,7 @@ def merge(path: str, out: Path) -> None:
 
     Raises: UserError if there is no adapter, or `out` is not empty.
     """
+    from rlhf.chain.line import require_new, write_policy
     from rlhf.config.options import FrozenOptions
     from rlhf.engine.export import save_scalar
     from rlhf.engine.frozen import FrozenEngine
@@ -51,63 +55,18 @@ def merge(path: str, out: Path) -> None:
         raise UserError(
             f"{path}: got no adapter, expected that of a run with --share-trunk or of peft; other models are whole"
         )
-    _require_new(out)
+    require_new(out)
     tokenizer, config = load_tokenizer(path), load_config(path)
     dtype: Any = config.dtype
     ids = id_count(tokenizer)
     if not has_head(path):
-        _write_policy(load_causal_lm(path, dtype, ids), tokenizer, out)
+        write_policy(load_causal_lm(path, dtype, ids), tokenizer, out)
         return
     mean, std = (getattr(config, name, None) for name in ("score_mean", "score_std"))
     scores = None if mean is None or std is None else ScoreStatistics(mean, std)
     critic: Any = FrozenEngine(load_scalar_model(path, dtype, ids), FrozenOptions(zero_stage=0), dtype)
     with disk.atomic_directory(out) as staging:
         save_scalar(critic, None, tokenizer, staging, scores)
-
-
-def between(reference: str, policy: str, at: float, out: Path) -> None:
-    """Write the policy whose weights are reference + at * (policy - reference).
-
-    On the line the reward for a nat of KL stays about what it is at its end, so that one run gives a whole frontier
-    (docs/results/efficiency.md; arXiv 2109.01903 has the line for fine-tuning).
-    Raises: UserError for adapters, models of other shapes, or if `out` is not empty.
-    """
-    from rlhf.hub.untrusted import is_adapter
-    from rlhf.models.load import load_causal_lm, load_config
-    from rlhf.text.encoder import id_count
-    from rlhf.text.tokenizer import load_tokenizer
-
-    for path in (reference, policy):
-        if is_adapter(Path(path)):
-            raise UserError(f"--at {at:g}: {path} is an adapter, expected whole models; merge it first (--merge DIR)")
-    _require_new(out)
-    tokenizer = load_tokenizer(policy)
-    dtype: Any = load_config(policy).dtype
-    first, model = (load_causal_lm(path, dtype, id_count(tokenizer)) for path in (reference, policy))
-    reference_weights = first.state_dict()
-    for name, weight in model.named_parameters():  # a tied weight once
-        from_weight = reference_weights.get(name)
-        if from_weight is None or from_weight.shape != weight.shape:
-            raise UserError(f"--at {at:g}: {name} of {policy} is not as in {reference}; expected models of one shape")
-        weight.data.copy_(from_weight.float().lerp(weight.data.float(), at))
-    _write_policy(model, tokenizer, out)
-
-
-def _require_new(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--merge {out}: it exists, expected a new directory; remove it, or name another")
-
-
-def _write_policy(model: Any, tokenizer: Any, out: Path) -> None:
-    from rlhf.config.options import FrozenOptions
-    from rlhf.engine.export import save_policy
-    from rlhf.engine.frozen import FrozenEngine
-    from rlhf.models.policy import Policy
-    from rlhf.storage import disk
-
-    engine: Any = FrozenEngine(Policy(model), FrozenOptions(zero_stage=0), model.dtype)
-    with disk.atomic_directory(out) as staging:
-        save_policy(engine, None, tokenizer, staging)
 
 
 def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf export") -> int:
@@ -117,8 +76,11 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf expor
     options = parser.parse(ExportConfig, words, program, title)
     if not options.model or options.merge is None:
         raise UserError(f"rlhf export: expected PATH --merge OUT, or PATH --at 0.7 --merge OUT; {GGUF}")
+    if options.keep is not None and options.at != "best":
+        raise UserError(f"--keep {options.keep}: expected --at best beside it, which chooses the policy by it")
     console.loading(program, words)
     console.quiet_libraries()
+    from rlhf.chain import line
     from rlhf.chain.chat import BY_NAME
     from rlhf.chat.run_models import run_models
     from rlhf.hub.untrusted import is_adapter
@@ -129,8 +91,9 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf expor
         path, reference = run.path(run.newest), run.references.get(run.newest)
         if reference is None:
             raise UserError(f"--at: {options.model} does not say what its policy was trained from; expected a run")
-        between(run.path(reference), path, options.at, Path(options.merge))
-        console.say(f"wrote {options.merge}: {options.at:g} of the way from {reference} to {path}")
+        ends, out = (run.path(reference), path), Path(options.merge)
+        at = line.best(*ends, options.keep, out) if options.at == "best" else line.between(*ends, options.at, out)
+        console.say(f"wrote {options.merge}: {at:g} of the way from {reference} to {path}")
         return 0
     path = manifests.resolve_model_path(options.model, *FOLDERS)
     if not is_adapter(Path(path)) and not (Path(path) / "config.json").is_file():

@@ -47,6 +47,18 @@ def win_rate_interval(wins: Tensor, together: int = 1) -> Interval:
     return Interval(wins.mean().item(), max(0.0, around.low), min(1.0, around.high))
 
 
+def ratio_interval(totals: Tensor, counts: Tensor) -> Interval:
+    """A mean over the parts of all N units, such as the tokens of rows, with an interval that is paired by unit.
+
+        r = sum_i t_i / sum_i n_i,  interval of the mean of r + (t_i - r n_i) / mean n
+
+    Cochran, Sampling Techniques, 1977, chapter 6: the ratio estimate and its linearised variance.
+    totals, counts: t and n [N], N >= 2
+    """
+    ratio = totals.double().sum() / counts.sum()
+    return mean_interval(ratio + (totals.double() - ratio * counts) / counts.double().mean())
+
+
 def log_odds_change(before: int, after: int, count: int) -> Interval:
     """The change of the log-odds of an event that `before` and then `after` of `count` responses have.
 

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import sft_batch
 from data.prepare.encode import Demonstration
 from data.read.choices import Question
-from rlhf.distributed import collectives
+from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.models.policy import Policy
-from rlhf.types import length_groups
+from rlhf.supervised.demonstrations import logprob_sums
 
 
 def encode_choices(question: Question, tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:
@@ -26,16 +25,14 @@ def encode_choices(question: Question, tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def right_answers(
-    policy: Engine[Policy], questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, eval_rows: int
+    policy: Engine[Policy] | FrozenEngine[Policy],
+    questions: Sequence[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    eval_rows: int,
 ) -> Tensor:
     """Whether the policy's most probable choice is the right one, float64 [N]; of equal ones the first counts."""
     rows = [row for question in questions for row in encode_choices(question, tokenizer)]
-    of_rank = collectives.rows_of_rank(len(rows))
-    groups = length_groups(torch.tensor([len(rows[i].ids) for i in of_rank]), eval_rows)
-    with policy.inference() as model:
-        batches = (sft_batch([rows[of_rank[i]] for i in group], tokenizer.pad_token_id) for group in groups)
-        sums = torch.cat([model(batch).logprobs.double().sum(1).cpu() for batch in batches])
-    logprobs = collectives.of_all_ranks(sums[torch.cat(groups).argsort()].tolist())[: len(rows)]
+    logprobs = logprob_sums(policy, rows, eval_rows, tokenizer.pad_token_id).tolist()
     right, end = [], 0
     for question in questions:
         end += len(question.choices)

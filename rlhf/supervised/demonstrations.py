@@ -2,9 +2,11 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.batches import sft_batch
@@ -13,6 +15,7 @@ from data.dataset import PromptDataset, open_datasets
 from data.prepare.encode import Demonstration, Recipe
 from rlhf import console
 from rlhf.distributed import collectives
+from rlhf.engine.frozen import FrozenEngine
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.models.policy import Policy
@@ -35,6 +38,18 @@ def perplexity(policy: Engine[Policy], dataset: PromptDataset[Demonstration], ev
     total, count = collectives.sum_over_ranks(torch.stack([nll.cpu(), tokens])).tolist()
     mean = total / count
     return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
+
+
+def logprob_sums(
+    policy: Engine[Policy] | FrozenEngine[Policy], rows: Sequence[Demonstration], eval_rows: int, pad_id: int
+) -> Tensor:
+    """The log-probability of the learned tokens of each row, float64 [N]. eval_rows: in one pass."""
+    of_rank = collectives.rows_of_rank(len(rows))
+    groups = length_groups(torch.tensor([len(rows[i].ids) for i in of_rank]), eval_rows)
+    with policy.inference() as model:
+        batches = (sft_batch([rows[of_rank[i]] for i in group], pad_id) for group in groups)
+        sums = torch.cat([model(batch).logprobs.double().sum(1).cpu() for batch in batches])
+    return torch.tensor(collectives.of_all_ranks(sums[torch.cat(groups).argsort()].tolist()), dtype=torch.float64)
 
 
 def held_out(stage: Path, tokenizer: PreTrainedTokenizerBase) -> PromptDataset[Demonstration] | None:

@@ -19,7 +19,7 @@ from rlhf.models.policy import Policy
 from rlhf.supervised.demonstrations import held_out
 from step1_sft.config import SFTConfig
 from step3_ppo.config import Step3Config
-from step3_ppo.cost import Cost, check_questions
+from step3_ppo.cost import Cost, open_questions
 from tests.support import players, tiny
 
 
@@ -97,10 +97,9 @@ def test_a_policy_that_has_not_moved_costs_nothing(tmp_path: Path) -> None:
 def test_a_question_must_fit_the_context(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(json.dumps({"question": "w1 " * 5000, "A": "w1", "B": "w2", "answer": "A"}))
-    config = Step3Config(multiple_choice=str(path))
-    with pytest.raises(UserError, match=r"got a question of .* tokens, expected at most .*; leave it out"):
-        check_questions(config, "demo-llama", tiny.tokenizer())
-    check_questions(Step3Config(), "demo-llama", tiny.tokenizer())
+    with pytest.raises(UserError, match=r"--keep .*got a question of .* tokens, expected at most .*; leave it out"):
+        open_questions("--keep", str(path), "demo-llama", tiny.tokenizer())
+    assert open_questions("--keep", None, "demo-llama", tiny.tokenizer()) == []
 
 
 def test_demonstrations_that_are_gone_cost_a_note_and_not_the_run(

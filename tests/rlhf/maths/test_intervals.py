@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf.maths.intervals import log_odds_change, mean_interval, pair_wins, power, student_t, win_rate_interval
+from rlhf.maths.intervals import (
+    log_odds_change,
+    mean_interval,
+    pair_wins,
+    power,
+    ratio_interval,
+    student_t,
+    win_rate_interval,
+)
 
 
 def test_students_t_is_that_of_the_tables() -> None:
@@ -93,6 +101,14 @@ def test_the_win_rates_interval_covers_the_truth_95_times_in_100(kind: str, prom
     if prompts == 400:  # and it is no wider than the normal interval of what was drawn
         width = sum(f.high - f.low for f in intervals) / repetitions
         assert width == pytest.approx(2 * 1.96 * wins.std(1).mean().item() / 20, rel=0.05)
+
+
+def test_the_interval_of_a_ratio_by_hand() -> None:
+    """r = 6 / 12; what is left of the totals is -1, 0 and 1, beside counts of 4 in the mean."""
+    interval = ratio_interval(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([2, 4, 6]))
+    half = 4.303 * math.sqrt(1.0 / 3) / 4
+    assert interval.mean == 0.5
+    assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-3)
 
 
 @pytest.mark.parametrize("prompts", [10, 100])
