@@ -58,7 +58,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRows:
+class Holdout:
     """Rows that no reward has seen, by which a policy's costs are measured."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -114,7 +114,7 @@ def best(reference: str, policy: str, keep: str | None, out: Path) -> float:
     )
 
 
-def _open(reference: str, policy: str, keep: str | None) -> KeptRows:
+def _open(reference: str, policy: str, keep: str | None) -> Holdout:
     tokenizer, stage = prepare_tokenizer(load_tokenizer(policy), "auto"), manifests.stage_of(reference)
     questions = open_questions("--keep", keep, policy, tokenizer)
     demonstrations = None if stage is None else held_out(stage, tokenizer)
@@ -122,7 +122,7 @@ def _open(reference: str, policy: str, keep: str | None) -> KeptRows:
         raise UserError(
             f"--at best: got no held-out demonstrations of {reference}, and no questions; name some with --keep FILE"
         )
-    return KeptRows(tokenizer, demonstrations or (), questions)
+    return Holdout(tokenizer, demonstrations or (), questions)
 
 
 def _line(at: float, changes: Sequence[Change]) -> str:
