@@ -160,8 +160,8 @@ def _check_trunk_options(config: Step3Config) -> None:
         for option in ("gradient_checkpointing", "quantize"):
             if getattr(trained, option) not in (None, getattr(config, option)):
                 raise UserError(
-                    f"{name}.{option}: got its own value with --share-trunk; expected that of all roles, which are one "
-                    "model"
+                    f"{name}.{option}: got a value for one role with --share-trunk, where all roles are one model; "
+                    f"expected --{option.replace('_', '-')} for all"
                 )
 
 

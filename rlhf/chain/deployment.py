@@ -47,6 +47,8 @@ def _refuse_contradictions(chain: ChainConfig, options: LaunchOptions) -> None:
             expected = "single_node" if name in SLOTS[1:] else "multi_node with --hostfile"
             option = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise UserError(f"{option}: got --deployment-type {kind}, expected {expected}")
+    if kind == "single_gpu" and (chain.num_processes or 1) > 1:
+        raise UserError(f"--num-processes {chain.num_processes}: got --deployment-type {kind}, expected single_node")
     if chain.num_processes is not None and any(getattr(options, name) is not None for name in SLOTS):
         raise UserError(
             f"--num-processes {chain.num_processes}: got it with --hostfile, --include, --exclude or --num-gpus, which "

@@ -153,7 +153,7 @@ def open_session(options: ChatOptions, run: RunModels) -> Session:
         check_reward_spec(options.reward)
         reward = None if options.reward == NONE else options.reward
     elif reward is None:
-        console.say(f"note: {run.run} names no reward model, so answers have no score; name one with --reward")
+        console.say(f"note: {run.run} has no reward model, so answers are not scored; --reward names one")
     return Session(load_models(paths, reward, options.chat_template, options.dtype), names, options)
 
 

@@ -166,7 +166,12 @@ def find_template(name: str, tokenizer_template: object) -> str:
     if not Path(name).is_file():
         known = ["auto", *BUILT_IN]
         raise UserError(f"no chat template '{name}'; have {', '.join(known)}, or a Jinja file{suggest(name, known)}")
-    return Path(name).read_text(encoding="utf-8-sig")
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"chat template {name}: byte {error.start} is not UTF-8; expected a Jinja file in UTF-8"
+        ) from error
 
 
 def template_name(text: str) -> str | None:

@@ -36,7 +36,7 @@ class ScoredPairs:
 
 
 class Objective(Protocol):
-    """The contract of an objective. `loss` is required; `every_token` has the value below if it is missing."""
+    """The contract of an objective. `loss` is required; members with a default are optional."""
 
     every_token: bool = False
     """whether the loss reads `sides` and `scalars`: both sides of a pair are then computed in full"""

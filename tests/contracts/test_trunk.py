@@ -358,8 +358,12 @@ def test_a_model_of_another_base_is_refused_in_one_line(folders: Folders, tmp_pa
         ({**starts, "reward_model": str(tmp_path)}, starts, "reward model '.*': got an adapter on"),
         ({"adapter": "lora,r=8"}, none, "but --adapter lora,r=8 has other options"),
         ({"reference": FrozenOptions(offload=True)}, none, "reference: got engine options with --share-trunk"),
-        ({"critic": OwnEngineOptions(quantize="fp4")}, none, "critic.quantize: got its own value with --share-trunk"),
-        ({"actor": OwnEngineOptions(gradient_checkpointing=True)}, none, "actor.gradient_checkpointing: got its own"),
+        ({"critic": OwnEngineOptions(quantize="fp4")}, none, "critic.quantize: got a value for one role"),
+        (
+            {"actor": OwnEngineOptions(gradient_checkpointing=True)},
+            none,
+            "actor.gradient_checkpointing: got a value for one role",
+        ),
         ({**starts, "actor_model": "demo.yaml"}, starts, "is made with random weights"),
     ]
     for changes, starts_of_models, message in wrong:

@@ -117,6 +117,13 @@ def test_templates_by_name_and_by_file(tmp_path: Path) -> None:
     assert Template(prepared(tmp_path, "{{ messages[0]['content'] }}!")).prompt_text(user("x")) == "x!"
 
 
+def test_a_file_that_is_no_utf_8_is_refused_with_its_byte(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_bytes(b"{{ 1 }}\xff")
+    with pytest.raises(UserError, match=r"chat template .*mine\.jinja: byte 7 is not UTF-8; expected a Jinja file"):
+        find_template(str(path), None)
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_hyphen_is_an_underscore(name: str) -> None:
     text = find_template(name.replace("_", "-"), None)
