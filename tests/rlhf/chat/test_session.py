@@ -101,7 +101,7 @@ def test_answers_depend_on_seed_turn_and_side(make: Make) -> None:
 def test_a_model_alone_has_no_scores_and_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = chat_runs.options_of(run / "base")
     session = sessions.open_session(options, run_models(options.run, BY_NAME))
-    assert "no score; name one with --reward" in capsys.readouterr().out
+    assert "answers are not scored; --reward names one" in capsys.readouterr().out
     session.ask("w4")
     assert session.score() == [None]
     sessions.open_session(options.model_copy(update={"reward": "none"}), run_models(options.run, BY_NAME))
