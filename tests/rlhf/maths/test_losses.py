@@ -62,7 +62,7 @@ def clamp(x: float, low: float, high: float) -> float:
 def test_policy_loss_matches_float64(high: float) -> None:
     x, (old, advantages) = inputs()
     loss, metrics = losses.clipped_policy(x, old, advantages, MASK, (0.2, high), COUNT)
-    total = kl = clipped = ratios = 0.0
+    total = kl = clipped = ratios = squares = 0.0
     gradient = torch.zeros(SHAPE, dtype=torch.float64)
     for b, t in MASK.nonzero().tolist():
         a, d = float(advantages[b, t]), float(x.detach()[b, t].double() - old[b, t].double())
@@ -71,26 +71,14 @@ def test_policy_loss_matches_float64(high: float) -> None:
         binds = (a > 0 and ratio > 1 + high) or (a < 0 and ratio < 0.8)
         total -= a * (clamp(ratio, 0.8, 1 + high) if binds else ratio)
         gradient[b, t] = 0.0 if binds else -a * ratio / COUNT
-        kl, clipped, ratios = kl + ratio - 1 - d, clipped + binds, ratios + ratio
+        kl, clipped, ratios, squares = kl + ratio - 1 - d, clipped + binds, ratios + ratio, squares + (ratio - 1) ** 2
     assert float(loss.detach()) == pytest.approx(total / COUNT, abs=1e-6)
     assert 0 < clipped < COUNT
-    for name, expected in {"approx_kl": kl, "clip_fraction": clipped, "ratio_mean": ratios}.items():
+    means = {"approx_kl": kl, "clip_fraction": clipped, "ratio_mean": ratios, "ratio_square": squares}
+    for name, expected in means.items():
         assert float(metrics[name]) == pytest.approx(expected / COUNT, abs=1e-6), name
     (actual,) = torch.autograd.grad(loss, x)
     torch.testing.assert_close(actual.double(), gradient, atol=1e-7, rtol=0)
-
-
-def test_policy_loss_by_hand() -> None:
-    # ratios 2, 2, 1/2, 1/2 with advantages 1, -1, 1, -1: gains 1.2, -2, 0.5, -0.8.
-    d = math.log(2.0)
-    ratios = torch.tensor([[d, d, -d, -d]])
-    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    loss, metrics = losses.clipped_policy(ratios, torch.zeros(1, 4), advantages, mask, CLIP, 4)
-    assert float(loss) == pytest.approx((-1.2 + 2 - 0.5 + 0.8) / 4)
-    assert float(metrics["clip_fraction"]) == 0.5 and float(metrics["ratio_mean"]) == pytest.approx(1.25)
-    assert float(metrics["approx_kl"]) == pytest.approx((2 * (1 - d) + 2 * (d - 0.5)) / 4)
-    assert float(metrics["ratio_square"]) == pytest.approx((2 * 1.0 + 2 * 0.25) / 4)
 
 
 def test_a_bad_token_that_became_likely_has_a_bounded_loss() -> None:
@@ -103,37 +91,6 @@ def test_a_bad_token_that_became_likely_has_a_bounded_loss() -> None:
     assert float(metrics["dual_clip_fraction"]) == 0.25 and float(metrics["clip_fraction"]) == 0.5
     (gradient,) = torch.autograd.grad(loss, x)
     assert gradient.flatten().tolist() == pytest.approx([0.0, 0.0, 2 / 4, 0.0])
-
-
-def test_first_minibatch_is_the_policy_gradient() -> None:
-    _, (old, advantages) = inputs()
-    x = old.clone().requires_grad_()
-    loss, metrics = losses.clipped_policy(x, old, advantages, MASK, CLIP, COUNT)
-    assert {name: float(metric) for name, metric in metrics.items()} == {
-        "approx_kl": 0.0,
-        "clip_fraction": 0.0,
-        "ratio_mean": 1.0,
-        "ratio_square": 0.0,
-    }
-    (gradient,) = torch.autograd.grad(loss, x)
-    torch.testing.assert_close(gradient, -advantages / COUNT * MASK, atol=1e-8, rtol=1e-6)
-
-
-def test_approx_kl_estimates_kl_of_old_from_new() -> None:
-    # Every token of a vocabulary once, weighted by the old policy: the exact KL(old || new).
-    old, new = normal(6).log_softmax(0), normal(6, seed=1).log_softmax(0)
-    exact = float((old.exp() * (old - new)).sum())
-    everything = torch.ones(1, 1, dtype=torch.bool)
-    estimate = sum(
-        math.exp(o)
-        * float(
-            losses.clipped_policy(torch.tensor([[n]]), torch.tensor([[o]]), torch.zeros(1, 1), everything, CLIP, 1)[1][
-                "approx_kl"
-            ]
-        )
-        for o, n in zip(old.tolist(), new.tolist(), strict=True)
-    )
-    assert estimate == pytest.approx(exact, rel=1e-5)
 
 
 def test_value_loss_matches_float64() -> None:
@@ -216,12 +173,6 @@ def test_token_nll_is_cross_entropy() -> None:
     assert float(metrics["nll"]) == float(loss)
 
 
-def test_every_response_token_counts_once_and_no_other() -> None:
-    x = normal(*SHAPE).requires_grad_()
-    (gradient,) = torch.autograd.grad(losses.token_nll(x, MASK, COUNT)[0], x)
-    assert torch.equal(gradient, torch.where(MASK, -1.0 / COUNT, 0.0))
-
-
 def test_pairwise_matches_log1p_exp() -> None:
     chosen, rejected, margin = 5 * normal(8), 5 * normal(8, seed=1), normal(8, seed=2).abs()
     pairs = list(zip(chosen.double().tolist(), rejected.double().tolist(), margin.double().tolist(), strict=True))
@@ -261,13 +212,6 @@ def test_pairwise_stays_finite_far_out() -> None:
     assert float(loss.detach()) == 5e3 and chosen.grad is not None and chosen.grad.tolist() == [-0.5, 0.0]
 
 
-@pytest.mark.parametrize("shift", [-2.0, 0.5, 50.0])
-def test_pairwise_does_not_see_a_shift_of_all_scores(shift: float) -> None:
-    chosen, rejected = normal(8), normal(8, seed=1)
-    shifted = losses.pairwise_logistic(chosen + shift, rejected + shift)
-    torch.testing.assert_close(shifted, losses.pairwise_logistic(chosen, rejected), atol=1e-5, rtol=0)
-
-
 def test_centering_pulls_the_mean_of_a_pair_to_zero() -> None:
     scores = torch.tensor([1.5, 0.5], requires_grad=True)
     loss = losses.pairwise_logistic(scores[:1], scores[1:], centering=0.01)
@@ -285,18 +229,6 @@ def test_token_losses_pass_gradcheck(loss: Loss) -> None:
     assert gradcheck(lambda x: loss(x, data, MASK)[0], x, eps=1e-6, atol=1e-6, rtol=1e-5)
 
 
-def test_pairwise_passes_gradcheck() -> None:
-    chosen, rejected, margin = (normal(8, seed=seed, dtype=torch.float64).requires_grad_() for seed in range(3))
-    for arguments in ((None, 0.0), (margin.detach(), 0.01)):
-        assert gradcheck(
-            lambda c, r, a=arguments: losses.pairwise_logistic(c, r, *a),
-            (chosen, rejected),
-            eps=1e-6,
-            atol=1e-6,
-            rtol=1e-5,
-        )
-
-
 @pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
 def test_low_precision_input_gives_a_float32_loss(loss: Loss) -> None:
     x, data = inputs()
@@ -307,22 +239,14 @@ def test_low_precision_input_gives_a_float32_loss(loss: Loss) -> None:
 # Masks
 
 
-def masked_run(loss: Loss, garbage: float, width: int = SHAPE[1]) -> list[Tensor]:
-    """Loss, metrics and gradient with `garbage` off the mask, which also fills columns added up to `width`."""
+def masked_run(loss: Loss, garbage: float) -> list[Tensor]:
+    """Loss, metrics and gradient with `garbage` off the mask."""
     x, data = inputs()
-
-    def soiled(tensor: Tensor) -> Tensor:
-        wide = torch.full((SHAPE[0], width), garbage)
-        wide[:, : SHAPE[1]] = tensor.detach().masked_fill(~MASK, garbage)
-        return wide
-
-    mask = torch.zeros(SHAPE[0], width, dtype=torch.bool)
-    mask[:, : SHAPE[1]] = MASK
-    leaf = soiled(x).requires_grad_()
-    value, metrics = loss(leaf, [soiled(d) for d in data], mask)
+    leaf = x.detach().masked_fill(~MASK, garbage).requires_grad_()
+    value, metrics = loss(leaf, [d.masked_fill(~MASK, garbage) for d in data], MASK)
     (gradient,) = torch.autograd.grad(value, leaf)
-    assert bool((gradient[~mask] == 0).all()), "gradient off the mask"
-    return [value.detach(), gradient[mask], *metrics.values()]
+    assert bool((gradient[~MASK] == 0).all()), "gradient off the mask"
+    return [value.detach(), gradient[MASK], *metrics.values()]
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
@@ -330,13 +254,6 @@ def test_garbage_after_the_end_changes_no_bit(loss: Loss) -> None:
     clean = masked_run(loss, 0.0)
     for garbage in GARBAGE:
         assert all(torch.equal(a, b) for a, b in zip(clean, masked_run(loss, garbage), strict=True)), garbage
-
-
-@pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
-def test_more_padding_changes_nothing(loss: Loss) -> None:
-    clean, padded = masked_run(loss, 0.0), masked_run(loss, -7.0, width=12)
-    torch.testing.assert_close(padded, clean, atol=1e-7, rtol=1e-6)
-    assert torch.equal(padded[1], clean[1])
 
 
 @pytest.mark.parametrize("loss", TOKEN_LOSSES, ids=lambda f: f.__name__)
@@ -365,22 +282,6 @@ def test_splitting_a_step_changes_no_sum_and_no_gradient(loss: Loss) -> None:
             torch.testing.assert_close(added, metric, atol=1e-6, rtol=0, msg=name)
 
 
-def test_splitting_pairs_changes_no_sum_and_no_gradient() -> None:
-    scores, margin = normal(2, 8).requires_grad_(), normal(8, seed=2).abs()
-    whole, whole_metrics = losses.pairwise_logistic(scores[0], scores[1], margin, 0.01), losses.pair_metrics(*scores)
-    (gradient,) = torch.autograd.grad(whole, scores)
-    for size in (1, 2, 4):
-        rows = torch.arange(8).split(size)
-        parts = [losses.pairwise_logistic(scores[0, r], scores[1, r], margin[r], 0.01, count=8.0) for r in rows]
-        total = torch.stack(parts).sum()
-        torch.testing.assert_close(total, whole, atol=1e-6, rtol=0)
-        assert torch.equal(torch.autograd.grad(total, scores)[0], gradient)
-        metrics = [losses.pair_metrics(scores[0, r], scores[1, r], 8.0) for r in rows]
-        for name, metric in whole_metrics.items():
-            added = torch.stack([part[name] for part in metrics]).sum()
-            torch.testing.assert_close(added, metric, atol=1e-6, rtol=0)
-
-
 def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
     x, (old, advantages) = inputs()
     for count in (COUNT, torch.tensor(COUNT), LENGTHS.sum()):
@@ -391,9 +292,3 @@ def test_a_count_may_be_a_tensor_and_metrics_are_detached() -> None:
     pair_metrics = losses.pair_metrics(x[:, 0], x[:, 1])
     for metric in (losses.token_nll(x, MASK, COUNT)[1] | value_metrics | pair_metrics).values():
         assert not metric.requires_grad and metric.dim() == 0
-
-
-def test_zero_advantages_give_no_gradient() -> None:
-    x, (old, _) = inputs()
-    loss, _ = losses.clipped_policy(x, old, torch.zeros(SHAPE), MASK, CLIP, COUNT)
-    assert float(loss.detach()) == 0.0 and not torch.autograd.grad(loss, x)[0].any()

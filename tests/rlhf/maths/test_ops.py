@@ -27,12 +27,6 @@ def test_positions_count_real_tokens() -> None:
     assert int(ops.positions(LEFT_RIGHT).max()) < LEFT_RIGHT.size(1)
 
 
-@pytest.mark.parametrize("pads", [1, 7])
-def test_positions_do_not_move_under_left_pads(pads: int) -> None:
-    padded = torch.cat([torch.zeros(3, pads, dtype=torch.bool), LEFT_RIGHT], dim=1)
-    assert torch.equal(ops.positions(padded)[:, pads:], ops.positions(LEFT_RIGHT))
-
-
 def test_last_index_is_the_last_true() -> None:
     holes = torch.tensor([[1, 0, 1, 0, 0, 0]]).bool()
     assert ops.last_index(torch.cat([LEFT_RIGHT, holes])).tolist() == [4, 5, 5, 2]
@@ -41,15 +35,6 @@ def test_last_index_is_the_last_true() -> None:
 def test_last_index_refuses_an_empty_row() -> None:
     with pytest.raises(AssertionError, match="no True"):
         ops.last_index(torch.tensor([[True], [False]]))
-
-
-def test_token_logprobs_by_hand() -> None:
-    logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(4.0), 0.0]]])
-    ids = torch.tensor([[1, 1]])
-    torch.testing.assert_close(ops.token_logprobs(logits, ids).exp(), torch.tensor([[0.75, 0.2]]))
-    # At temperature 2 the odds 3 and 4 become their square roots.
-    tempered = torch.tensor([[math.sqrt(3) / (1 + math.sqrt(3)), 1 / 3]])
-    torch.testing.assert_close(ops.token_logprobs(logits, ids, temperature=2.0).exp(), tempered)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -62,13 +47,6 @@ def test_token_logprobs_match_float64(dtype: torch.dtype) -> None:
     logprobs = ops.token_logprobs(logits, ids, temperature=0.7)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=0)
-
-
-def test_token_logprobs_are_a_distribution_and_never_positive() -> None:
-    logits = 50 * torch.randn(1, 1, 40, generator=generator()).expand(1, 40, 40)
-    logprobs = ops.token_logprobs(logits, torch.arange(40).unsqueeze(0))
-    assert bool((logprobs <= 0).all())
-    torch.testing.assert_close(logprobs.exp().sum(), torch.tensor(1.0), atol=1e-5, rtol=0)
 
 
 def test_entropy_of_known_distributions() -> None:
@@ -132,17 +110,6 @@ def test_masked_mean_by_hand() -> None:
     assert float(ops.masked_mean(x, mask, count=torch.tensor(18))) == 0.5
     nothing = torch.zeros_like(mask)
     assert float(ops.masked_mean(x, nothing)) == 0.0 and float(ops.masked_mean(x, nothing, count=0.0)) == 0.0
-
-
-def test_parts_of_a_step_add_up_to_its_mean() -> None:
-    x = torch.randn(8, 5, dtype=torch.float64, generator=generator())
-    mask = torch.arange(5) < torch.tensor([5, 1, 2, 4, 1, 3, 5, 1]).unsqueeze(1)
-    whole = statistics.fmean(x[mask].tolist())
-    for size in (1, 2, 4, 8):
-        parts = [
-            ops.masked_mean(a, m, count=float(mask.sum())) for a, m in zip(x.split(size), mask.split(size), strict=True)
-        ]
-        assert math.isclose(float(sum(parts)), whole, rel_tol=1e-12)
 
 
 def _random_masked() -> tuple[Tensor, Tensor, list[float]]:
@@ -219,29 +186,6 @@ def test_kl_estimates_by_hand() -> None:
     }
     for kind, numbers in expected.items():
         torch.testing.assert_close(ops.kl_estimate(policy, reference, kind), torch.tensor(numbers))
-
-
-def _two_distributions() -> tuple[Tensor, Tensor]:
-    theta, phi = torch.randn(2, 6, dtype=torch.float64, generator=generator()).unbind()
-    return theta.requires_grad_(), phi.log_softmax(0)
-
-
-def test_k1_and_k3_are_unbiased() -> None:
-    theta, reference = _two_distributions()
-    policy = theta.detach().log_softmax(0)
-    exact = float(torch.nn.functional.kl_div(reference, policy, reduction="sum", log_target=True))
-    for kind in ("k1", "k3"):
-        expectation = float((policy.exp() * ops.kl_estimate(policy, reference, kind)).sum())
-        assert math.isclose(expectation, exact, rel_tol=1e-12)
-
-
-def test_k2_as_a_loss_has_the_gradient_of_the_kl() -> None:
-    theta, reference = _two_distributions()
-    policy = theta.log_softmax(0)
-    exact = torch.nn.functional.kl_div(reference, policy, reduction="sum", log_target=True)
-    (right,) = torch.autograd.grad(exact, theta, retain_graph=True)
-    sampled = (policy.detach().exp() * ops.kl_estimate(policy, reference, "k2")).sum()
-    torch.testing.assert_close(torch.autograd.grad(sampled, theta)[0], right)
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-4, 1e-2, 1.0, 10.0])
