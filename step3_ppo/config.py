@@ -218,9 +218,9 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
     critic_warmup_iterations: int = Field(0, ge=0)
     """iterations at the start in which only the critic learns, from the rewards that responses of the unchanged policy
     got (value pretraining); useful with a new value head"""
-    critic_pretraining_epochs: int = Field(0, ge=0)
+    critic_pretraining_epochs: float = Field(0, ge=0)
     """passes over the pairs of the reward model, before the first iteration, in which the critic that starts from it
-    learns to predict at each token of a response the score of the whole; 0: none"""
+    learns to predict at each token of a response the score of the whole; 0.25: over a quarter of them; 0: none"""
     learning_rate: float = Field(1e-6, ge=0)
     """peak learning rate of the actor"""
     critic_learning_rate: float = Field(5e-6, ge=0)

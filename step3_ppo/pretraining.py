@@ -12,23 +12,24 @@ its own, which ends at 0; that of the iterations then begins.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
-from data.batches import Batches, pair_batch
+from data.batches import Batches, sft_batch
 from data.dataset import PhaseData, PromptDataset, Recipe, fingerprints, open_datasets
-from data.prepare.encode import Preference
+from data.prepare.encode import Demonstration, Preference
 from rlhf import console
 from rlhf.distributed import collectives
 from rlhf.engine.training import Engine
 from rlhf.errors import UserError
 from rlhf.maths import losses, ops
-from rlhf.models.scalar import ScalarModel, score_separately
+from rlhf.models.scalar import ScalarModel, scores
 from rlhf.roles import Role, role_of
 from rlhf.types import Metrics, Sequences, length_groups, to_device
 from step3_ppo.config import STAGE, Step3Config
@@ -53,29 +54,26 @@ class ScoredSequences(Sequences):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredPairs:
-    """Pairs, with the scores of their sides before pretraining."""
+class Responses:
+    """Both responses of each pair: number 2 i is the chosen one of pair i, 2 i + 1 the rejected one."""
 
     pairs: PromptDataset[Preference]
-    scores: Tensor
-    """[N, 2], of the chosen and the rejected responses"""
     pad_id: int
 
-    def sides(self, rows: Sequence[int]) -> ScoredSequences:
-        """Both sides of the pairs with these numbers, the chosen ones first."""
-        batch = pair_batch([self.pairs[i] for i in rows], self.pad_id).stacked()
-        return ScoredSequences(*batch.tensors(), score=self.scores[list(rows)].T.flatten())
+    @property
+    def count(self) -> int:
+        return 2 * len(self.pairs)
 
-    def of_rank(self, size: int) -> Iterator[ScoredSequences]:
-        """The sides of this rank's pairs, `size` pairs at a time."""
-        rows = collectives.rows_of_rank(len(self.pairs))
-        for start in range(0, len(rows), size):
-            yield self.sides(rows[start : start + size])
+    def batch(self, numbers: Sequence[int]) -> Sequences:
+        """The responses of these numbers with their prompts, padded on the right."""
+        rows = ((self.pairs[number // 2], number % 2) for number in numbers)
+        sides = ((pair.rejected if second else pair.chosen, pair.prompt_length) for pair, second in rows)
+        return sft_batch([Demonstration(ids, ((prompt, len(ids)),)) for ids, prompt in sides], self.pad_id)
 
 
 def check_pretraining(config: Step3Config, table: Sequence[Role]) -> None:
     """Raises: UserError for pretraining of a critic that does not start from a model that scores."""
-    option, critic = f"--critic-pretraining-epochs {config.critic_pretraining_epochs}", role_of(table, CRITIC)
+    option, critic = f"--critic-pretraining-epochs {config.critic_pretraining_epochs:g}", role_of(table, CRITIC)
     if not config.critic_pretraining_epochs:
         return
     if critic is None:
@@ -102,29 +100,32 @@ def pairs_content(config: Step3Config) -> dict[str, str]:
 def pretrain(critic: Engine[ScalarModel], data: PhaseData[Preference], config: Step3Config, pad_id: int) -> Metrics:
     """Train the critic on the pairs. Returns how much of the variance of the scores of held-out responses its values
     explain, before and after. Raises: NonFiniteError."""
-    train, held_out = (
-        ScoredPairs(pairs, score_pairs(critic, pairs, config, pad_id), pad_id)
-        for pairs in (data.train, data.evaluation)
-    )
-    before = explained_variance(critic, held_out, config)
-    batches = Batches(len(data.train), config.batch_size, config.seed, (collectives.dp_rank(), collectives.dp_size()))
-    total = batches.steps(config.critic_pretraining_epochs)
-    with critic.own_schedule(total), console.bar(f"{STAGE.name}: pretraining the critic", total) as bar:
-        for rows in batches.until_epoch(config.critic_pretraining_epochs):
-            metrics = take_step(critic, train.sides(rows), rows, config)
+    train, held_out = (Responses(pairs, pad_id) for pairs in (data.train, data.evaluation))
+    epochs, order = config.critic_pretraining_epochs, Batches(train.count, config.batch_size, config.seed)
+    steps = math.ceil(epochs * order.steps(1))
+    batches = list(islice(order.until_epoch(math.ceil(epochs)), steps))
+    target = score_responses(critic, train, sorted({*chain(*batches)}), config.eval_rows)
+    of_held_out = score_responses(critic, held_out, range(held_out.count), config.eval_rows)
+    before = explained_variance(critic, held_out, of_held_out, config.eval_rows)
+    with critic.own_schedule(steps), console.bar(f"{STAGE.name}: pretraining the critic", steps) as bar:
+        for batch in batches:
+            numbers = batch[collectives.dp_rank() :: collectives.dp_size()]
+            metrics = take_step(critic, with_scores(train, numbers, target), numbers, config.micro_batch_size)
             bar.advance(1, {name: metrics[name] for name in ("loss",) if name in metrics})
-    after = explained_variance(critic, held_out, config)
+    after = explained_variance(critic, held_out, of_held_out, config.eval_rows)
     console.say(
-        f"{STAGE.name}: the critic learned from {len(data.train)} pairs in {total} steps; it explains {after:.2f} of "
-        f"the variance of the scores of held-out responses, before {before:.2f}"
+        f"{STAGE.name}: the critic learned from {len(target)} responses of {len(data.train)} pairs in {steps} steps; "
+        f"it explains {after:.2f} of the variance of the scores of held-out responses, before {before:.2f}"
     )
     return {"eval_critic_explained_before": before, "eval_critic_explained": after}
 
 
-def take_step(critic: Engine[ScalarModel], sides: ScoredSequences, rows: Sequence[int], config: Step3Config) -> Metrics:
-    """One optimizer step on both sides of this rank's pairs. rows: their numbers in the data, for messages"""
-    count = collectives.sum_over_ranks(sides.states.sum())
-    groups = length_groups(sides.lengths, config.micro_batch_size)
+def take_step(
+    critic: Engine[ScalarModel], batch: ScoredSequences, numbers: Sequence[int], micro_batch_size: int
+) -> Metrics:
+    """One optimizer step on this rank's responses. numbers: of them in the data, for messages"""
+    count = collectives.sum_over_ranks(batch.states.sum())
+    groups = length_groups(batch.lengths, micro_batch_size)
 
     def loss(micro: ScoredSequences) -> losses.Loss:
         values = critic(micro)
@@ -132,31 +133,37 @@ def take_step(critic: Engine[ScalarModel], sides: ScoredSequences, rows: Sequenc
         error, _ = losses.clipped_value(values, values.detach(), target, states, math.inf, count)
         return error, {}
 
-    return critic.step(
-        [sides[group].trimmed() for group in groups], loss, [[rows[i % len(rows)] for i in group] for group in groups]
+    return critic.step([batch[group].trimmed() for group in groups], loss, [[numbers[i] for i in g] for g in groups])
+
+
+def with_scores(responses: Responses, numbers: Sequence[int], scores: Mapping[int, float]) -> ScoredSequences:
+    """The responses of these numbers, with `scores` by number."""
+    return ScoredSequences(
+        *responses.batch(numbers).tensors(), score=torch.tensor([scores[number] for number in numbers])
     )
 
 
-def score_pairs(
-    critic: Engine[ScalarModel], pairs: PromptDataset[Preference], config: Step3Config, pad_id: int
-) -> Tensor:
-    """The scores of both sides of all pairs, [N, 2]; each rank scores its share."""
-    rows, size = collectives.rows_of_rank(len(pairs)), config.eval_rows
-    scored: list[list[float]] = []
+def score_responses(
+    critic: Engine[ScalarModel], responses: Responses, numbers: Sequence[int], size: int
+) -> dict[int, float]:
+    """The score of each of these responses; each rank scores its part, `size` at a time."""
+    own, by_rank = numbers[collectives.dp_rank() :: collectives.dp_size()], list[float]()
     with critic.inference() as model:
-        for start in range(0, len(rows), size):
-            batch = pair_batch([pairs[i] for i in rows[start : start + size]], pad_id)
-            scored += score_separately(model, batch).scores.tolist()
-    return torch.tensor(collectives.of_all_ranks(scored))
+        for start in range(0, len(own), size):
+            rows = responses.batch(own[start : start + size])
+            by_rank += scores(model(rows), rows.mask).tolist()
+    return dict(zip(numbers, collectives.of_all_ranks(by_rank), strict=True))
 
 
-def explained_variance(critic: Engine[ScalarModel], pairs: ScoredPairs, config: Step3Config) -> float:
-    """1 - var(r - V) / var(r) over the states of both sides of all pairs; NaN if the scores do not vary."""
-    moments = torch.zeros(2, 3, dtype=torch.float64)
+def explained_variance(
+    critic: Engine[ScalarModel], responses: Responses, target: Mapping[int, float], size: int
+) -> float:
+    """1 - var(r - V) / var(r) over the states of all responses; NaN if the scores do not vary."""
+    moments, own = torch.zeros(2, 3, dtype=torch.float64), collectives.rows_of_rank(responses.count)
     with critic.inference() as model:
-        for sides in pairs.of_rank(config.eval_rows):
-            target, states = sides.target().double(), sides.states
-            error = target - model(sides).cpu()
-            moments += torch.stack([ops.moments(error, states), ops.moments(target, states)])
+        for start in range(0, len(own), size):
+            batch = with_scores(responses, own[start : start + size], target)
+            error = batch.target().double() - model(batch).cpu()
+            moments += torch.stack([ops.moments(x, batch.states) for x in (error, batch.target().double())])
     (_, missed), (_, all_of_it) = map(ops.mean_var, collectives.sum_over_ranks(moments))
     return float(1 - missed / all_of_it) if all_of_it > 0 else math.nan

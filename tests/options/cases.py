@@ -152,7 +152,7 @@ STEP3: Table = {
     "rollout_batch_size": [2],
     "target_kl": [alone(0.09, num_ppo_epochs=4, total_episodes=16)],
     "critic_warmup_iterations": [alone(1, total_episodes=24)],
-    "critic_pretraining_epochs": [alone(3, batch_size=4)],
+    "critic_pretraining_epochs": [alone(1.2, batch_size=4)],
     "entropy_coef": [0.3],
     **{name: [alone(value, **PTX)] for name, value in PTX.items()},
     "ptx_objective": [alone("text", ptx_coef=0.4, ptx_batch_size=4, ptx_data_path=("{folder}/texts.jsonl",))],

@@ -113,11 +113,14 @@ class Reinforcement:
     def pretrain_critic(self) -> None:
         """At the token before each token of a response, the critic learns its first number at the last one."""
         o, trainer, start = self.o, self.critic, self.critic.network.copy()
-        batches = Batches(max(1, len(self.compared)), min(o["batch_size"], max(1, len(self.compared))), o["seed"])
-        steps = [*batches.until_epoch(o["critic_pretraining_epochs"])]
+        responses = [side for pair in self.compared for side in pair[:2]]
+        whole, rest = divmod(o["critic_pretraining_epochs"], 1)
+        batches = Batches(max(1, len(responses)), min(o["batch_size"], max(1, len(responses))), o["seed"])
+        steps = [*batches.until_epoch(int(whole))]
+        steps += [*batches][: math.ceil(rest * (len(responses) // o["batch_size"]))]
         of_iterations, trainer.steps = trainer.steps, len(steps)
         for indices in steps:
-            rows = [side for i in indices for side in self.compared[i][:2]]
+            rows = [responses[i] for i in indices]
             self.require_rows("critic", rows)
             scores = start.scores(rows)
 
