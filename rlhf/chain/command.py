@@ -157,10 +157,11 @@ def exit_with_failure(
 
         console.say(write_at_end(str(directory)))
     if status not in supervisor.EXPLAINED:
+        unfinished = [s for s in todo if s > step or (s == step and status != gates.MISSED)]
         overwritten = {
             prefix(chain, SECTIONS[s]): directory / STAGES[s].name / "manifest.json"
-            for s, o in todo.items()
-            if o.overwrite
+            for s in unfinished
+            if todo[s].overwrite
         }
         words = gates.without_missed(sys.orig_argv, chain, step) if status == gates.MISSED else sys.orig_argv
         summary = failure_summary(directory / STAGES[step].name, status, command_to_resume(words, overwritten))

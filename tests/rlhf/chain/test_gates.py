@@ -84,16 +84,17 @@ def test_a_rehearsal_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_chain_ends_with_its_report_and_goes_on_without_the_condition(tmp_path: Path) -> None:
-    """A condition that is met stays. The finished stage is judged again by the same command."""
+    """A condition that is met stays, --overwrite does not: it would remove the stage that was judged, which the same
+    command judges again."""
     met, missed, out = "eval_perplexity < 1000", "eval_perplexity < 2", str(tmp_path / "out")
     words = ("-m", "step1_sft", *STEP_1, "--output-dir", out)
-    for _ in range(2):
-        ended = forked.python(*words, "--require", met, missed, cwd=tmp_path)
+    for once in (["--overwrite"], []):
+        ended = forked.python(*words, *once, "--require", met, missed, cwd=tmp_path)
         assert ended.returncode == gates.MISSED, ended.stderr
         assert "report: " in ended.stdout and (tmp_path / "out/report.html").is_file()
         go_on, why = ended.stderr.splitlines()[-2:]
         assert why.startswith(f"step1_sft is finished; then --require '{missed}': eval_perplexity is ")
-    going_on = shlex.split(go_on.removeprefix("to go on: "))
-    assert going_on[1:] == [*words, "--require", met]
+        going_on = shlex.split(go_on.removeprefix("to go on: "))
+        assert going_on[1:] == [*words, "--require", met]
     again = forked.python(*going_on[1:], cwd=tmp_path)
     assert again.returncode == 0 and "already complete" in again.stdout, again.stderr
