@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -39,9 +40,9 @@ def names(folder: str) -> list[str]:
 
 
 def _modules(folder: str) -> list[str]:
-    package = importlib.util.find_spec(folder)  # which is not imported: it may import torch
+    package = find_spec(folder)  # which is not imported: it may import torch
     assert package is not None
-    return [m.name for m in pkgutil.iter_modules(package.submodule_search_locations)]
+    return [module.name for module in pkgutil.iter_modules(package.submodule_search_locations)]
 
 
 def _table(folder: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import efficiency, peers, trl_ppo
 from benchmarks.cells import Cell
-from rlhf.chain import export
+from rlhf.chain import line
 
 START = torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 3)
 """the best of 2 of these four has a mean score of 5/6, the best of 3 of 1"""
@@ -47,7 +47,7 @@ def test_efficiency_at_a_kl_lies_between_the_policies_of_the_line(monkeypatch: p
     def numbers_of(_: object, model: str, *_arguments: object) -> dict[str, float]:
         return {"kl": 4 * written[model] ** 2, "efficiency": written[model]}
 
-    monkeypatch.setattr(export, "between", between)
+    monkeypatch.setattr(line, "between", between)
     monkeypatch.setattr(efficiency, "numbers_of", numbers_of)
     ppo = SimpleNamespace(output_dir="run", actor_model="sft")
     numbers = efficiency.measure_policy(efficiency.Options(), ppo, 0)["metrics"]

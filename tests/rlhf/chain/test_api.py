@@ -35,7 +35,7 @@ def score(prompts: list[str], responses: list[str]) -> list[float]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
-    """The resolved options of each call. A call runs nothing: each stage of it has a manifest at once."""
+    """The resolved options of each call. A call runs nothing: its stages have a model's folder and a manifest at once."""
     recorded: Calls = []
 
     def run(command: list[str], mistake: str) -> int:
@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         recorded.append(options)
         for step in options.steps or (3,):
             folder = Path(options.output_dir) / chain.STAGES[step].name
-            folder.mkdir(exist_ok=True)
+            (folder / "model").mkdir(parents=True, exist_ok=True)
             metrics = {
                 "eval_perplexity": 1.5,
                 "eval_score": 2.0,
@@ -77,6 +77,8 @@ def test_importing_the_functions_imports_no_torch() -> None:
 
 
 def test_options_arrive(calls: Calls, tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).touch()
     tuned = rlhf.sft(model="gpt2", data_path="a.jsonl", output_dir="out", learning_rate=1e-3, num_gpus=2)
     assert (calls[0].steps, calls[0].num_gpus, calls[0].output_dir) == ((1,), 2, str(tmp_path / "out"))
     section = calls[0].sft
@@ -184,6 +186,7 @@ def test_the_rounds_of_the_page_add_their_pairs_and_go_on(
         Path(options.output).write_text("{}")
 
     monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "old.jsonl").touch()
     (tmp_path / "rounds.py").write_text(blocks(PAGES["online_preferences.md"])["rounds.py"])
     with pytest.raises(subprocess.CalledProcessError):
         runpy.run_path(str(tmp_path / "rounds.py"), run_name="__main__")
