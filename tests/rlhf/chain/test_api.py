@@ -35,7 +35,7 @@ def score(prompts: list[str], responses: list[str]) -> list[float]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
-    """The resolved options of each call. A call runs nothing: its stages have a model's folder and a manifest at once."""
+    """The resolved options of each call. A call runs nothing: its stages have a manifest and a model's folder."""
     recorded: Calls = []
 
     def run(command: list[str], mistake: str) -> int:
