@@ -117,12 +117,15 @@ def best(reference: str, policy: str, keep: str | None, out: Path) -> float:
 def _open(reference: str, policy: str, keep: str | None) -> Holdout:
     tokenizer, stage = prepare_tokenizer(load_tokenizer(policy), "auto"), manifests.stage_of(reference)
     questions = open_questions("--keep", keep, policy, tokenizer)
-    demonstrations = None if stage is None else held_out(stage, tokenizer)
+    demonstrations: Sequence[Demonstration] = (stage and held_out(stage, tokenizer)) or ()
+    if len(demonstrations) < 2:  # one has no interval
+        demonstrations = ()
     if not demonstrations and not questions:
         raise UserError(
-            f"--at best: got no held-out demonstrations of {reference}, and no questions; name some with --keep FILE"
+            f"--at best: got fewer than 2 held-out demonstrations of {reference}, and no questions; name some with "
+            "--keep FILE"
         )
-    return Holdout(tokenizer, demonstrations or (), questions)
+    return Holdout(tokenizer, demonstrations, questions)
 
 
 def _line(at: float, changes: Sequence[Change]) -> str:

@@ -189,10 +189,14 @@ def test_the_farthest_point_without_a_loss_is_written(
     assert shown == {at: lost for at, lost in expected.items() if at >= best}
 
 
-def test_without_rows_there_is_no_best_point(run: Path, tmp_path: Path) -> None:
-    """The stage of this run has recorded no data."""
+@pytest.mark.parametrize("count", [0, 1])
+def test_without_rows_there_is_no_best_point(
+    count: int, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One demonstration has no interval."""
+    monkeypatch.setattr(line, "held_out", lambda *_: demonstrations()[:count])
     with pytest.raises(
-        UserError, match=r"--at best: got no held-out demonstrations of .*, and no questions; name some"
+        UserError, match=r"--at best: got fewer than 2 held-out demonstrations of .*, and no questions; name some"
     ):
         export.main([str(run), "--merge", str(tmp_path / "out"), "--at", "best"])
     assert not (tmp_path / "out").exists()
