@@ -66,9 +66,12 @@ class Responses:
 
     def batch(self, numbers: Sequence[int]) -> Sequences:
         """The responses of these numbers with their prompts, padded on the right."""
-        rows = ((self.pairs[number // 2], number % 2) for number in numbers)
-        sides = ((pair.rejected if second else pair.chosen, pair.prompt_length) for pair, second in rows)
-        return sft_batch([Demonstration(ids, ((prompt, len(ids)),)) for ids, prompt in sides], self.pad_id)
+        return sft_batch([self._response(self.pairs[number // 2], number % 2) for number in numbers], self.pad_id)
+
+    @staticmethod
+    def _response(pair: Preference, rejected: int) -> Demonstration:
+        ids = pair.rejected if rejected else pair.chosen
+        return Demonstration(ids, ((pair.prompt_length, len(ids)),))
 
 
 def check_pretraining(config: Step3Config, table: Sequence[Role]) -> None:
@@ -109,7 +112,7 @@ def pretrain(critic: Engine[ScalarModel], data: PhaseData[Preference], config: S
     before = explained_variance(critic, held_out, of_held_out, config.eval_rows)
     with critic.own_schedule(steps), console.bar(f"{STAGE.name}: pretraining the critic", steps) as bar:
         for batch in batches:
-            numbers = batch[collectives.dp_rank() :: collectives.dp_size()]
+            numbers = [batch[i] for i in collectives.rows_of_rank(len(batch))]
             metrics = take_step(critic, with_scores(train, numbers, target), numbers, config.micro_batch_size)
             bar.advance(1, {name: metrics[name] for name in ("loss",) if name in metrics})
     after = explained_variance(critic, held_out, of_held_out, config.eval_rows)
@@ -147,22 +150,23 @@ def score_responses(
     critic: Engine[ScalarModel], responses: Responses, numbers: Sequence[int], size: int
 ) -> dict[int, float]:
     """The score of each of these responses; each rank scores its part, `size` at a time."""
-    own, by_rank = numbers[collectives.dp_rank() :: collectives.dp_size()], list[float]()
+    of_rank = [numbers[i] for i in collectives.rows_of_rank(len(numbers))]
+    scored: list[float] = []
     with critic.inference() as model:
-        for start in range(0, len(own), size):
-            rows = responses.batch(own[start : start + size])
-            by_rank += scores(model(rows), rows.mask).tolist()
-    return dict(zip(numbers, collectives.of_all_ranks(by_rank), strict=True))
+        for start in range(0, len(of_rank), size):
+            rows = responses.batch(of_rank[start : start + size])
+            scored += scores(model(rows), rows.mask).tolist()
+    return dict(zip(numbers, collectives.of_all_ranks(scored), strict=True))
 
 
 def explained_variance(
     critic: Engine[ScalarModel], responses: Responses, target: Mapping[int, float], size: int
 ) -> float:
     """1 - var(r - V) / var(r) over the states of all responses; NaN if the scores do not vary."""
-    moments, own = torch.zeros(2, 3, dtype=torch.float64), collectives.rows_of_rank(responses.count)
+    moments, of_rank = torch.zeros(2, 3, dtype=torch.float64), collectives.rows_of_rank(responses.count)
     with critic.inference() as model:
-        for start in range(0, len(own), size):
-            batch = with_scores(responses, own[start : start + size], target)
+        for start in range(0, len(of_rank), size):
+            batch = with_scores(responses, of_rank[start : start + size], target)
             error = batch.target().double() - model(batch).cpu()
             moments += torch.stack([ops.moments(x, batch.states) for x in (error, batch.target().double())])
     (_, missed), (_, all_of_it) = map(ops.mean_var, collectives.sum_over_ranks(moments))

@@ -43,13 +43,13 @@ def _refuse_missing_files(chain: ChainConfig) -> None:
     if not chain.steps and chain.ppo.actor_model is not None:  # then step 3 may be the only one
         return
     step = min(chain.steps or STAGES)
-    options, where = getattr(chain, SECTIONS[step]), "" if chain.ALONE else f"{STAGES[step].name}: "
+    options, stage = getattr(chain, SECTIONS[step]), "" if chain.ALONE else f"{STAGES[step].name}: "
     for path in (*options.data_path, *options.eval_data_path):
         file = LOCAL_FILE.fullmatch(path)
         if not file or Path(file[1].lower().removesuffix(".gz")).suffix not in SUFFIXES:
             continue
         if not Path(path).exists() and not Path(file[1]).expanduser().exists():
-            raise UserError(f"{where}{file[1]}: no such file or directory; expected {FILE_TYPES}")
+            raise UserError(f"{stage}{file[1]}: no such file or directory; expected {FILE_TYPES}")
     model = getattr(options, "model", None) or getattr(options, "actor_model", None) or ""
     if LOCAL_MODEL.fullmatch(model) and not Path(model).exists():
-        raise UserError(f"{where}{model}: no such directory; expected a model directory, a hub id or a .yaml file")
+        raise UserError(f"{stage}{model}: no such directory; expected a model directory, a hub id or a .yaml file")

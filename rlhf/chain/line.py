@@ -43,7 +43,8 @@ def between(reference: str, policy: str, at: float, out: Path) -> float:
     Raises: UserError for adapters, models of other shapes, or if `out` is not empty.
     """
     _require_line(reference, policy, f"{at:g}", out)
-    write_policy(_point(reference, policy, at), load_tokenizer(policy), out)
+    tokenizer = load_tokenizer(policy)
+    write_policy(_point(reference, policy, at, id_count(tokenizer)), tokenizer, out)
     return at
 
 
@@ -97,16 +98,17 @@ def best(reference: str, policy: str, keep: str | None, out: Path) -> float:
     Raises: UserError if every point shows a loss, or as `between`.
     """
     _require_line(reference, policy, "best", out)
-    rows = _open(reference, policy, keep)
-    before = rows.measure(_point(reference, policy, 0.0))
+    tokenizer, rows = load_tokenizer(policy), _open(reference, policy, keep)
+    ids = id_count(tokenizer)
+    before = rows.measure(_point(reference, policy, 0.0, ids))
     console.say(f"{'at':>4}{HEAD[0] * bool(rows.demonstrations)}{HEAD[1] * bool(rows.questions)}  loss shown")
     console.say(_line(0.0, [*rows.changes(before, before)]))
     for at in POINTS:
-        model = _point(reference, policy, at)
+        model = _point(reference, policy, at, ids)
         changes = [*rows.changes(before, rows.measure(model))]
         console.say(_line(at, changes))
         if not any(change.is_loss for change in changes):
-            write_policy(model, load_tokenizer(policy), out)
+            write_policy(model, tokenizer, out)
             return at
     raise UserError(
         f"--at best: expected a point of the line without a loss, got one at each, down to {POINTS[-1]:g}; nothing is "
@@ -140,10 +142,12 @@ def _require_line(reference: str, policy: str, at: str, out: Path) -> None:
     require_new(out)
 
 
-def _point(reference: str, policy: str, at: float) -> PreTrainedModel:
-    """The model of weights reference + at * (policy - reference). Raises: UserError for models of other shapes."""
+def _point(reference: str, policy: str, at: float, ids: int) -> PreTrainedModel:
+    """The model of weights reference + at * (policy - reference). ids: of the tokenizer
+
+    Raises: UserError for models of other shapes.
+    """
     dtype: Any = load_config(policy).dtype
-    ids = id_count(load_tokenizer(policy))
     first, model = (load_causal_lm(path, dtype, ids) for path in (reference, policy))
     reference_weights = first.state_dict()
     for name, weight in model.named_parameters():  # a tied weight once

@@ -307,12 +307,12 @@ def test_a_plan_says_what_adapters_take(tmp_path: Path) -> None:
             forecast(work(options, "RTX-3090"), target).peak for options, work in planning.workloads(chain).values()
         )
 
-    own, shared = most(*words[len(named) :]), most("--share-trunk")
-    assert own > 1.1 * shared
+    adapters, trunk = most(*words[len(named) :]), most("--share-trunk")
+    assert adapters > 1.1 * trunk
     last = planning.forecast(train.read([*words, "--plan"]), 1, "train", words).splitlines()[-1]
     sizes = [
         f"{name}: {command.gigabytes(peak)} GB"
-        for name, peak in (("with LoRA", own), ("with LoRA and a shared trunk", shared))
+        for name, peak in (("with LoRA", adapters), ("with LoRA and a shared trunk", trunk))
     ]
     assert last == "most on a device " + "; ".join(sizes)
     for less in ("--share-trunk --adapter lora", "--actor-model demo-llama"):
