@@ -107,7 +107,7 @@ class DataOptions(Config):
             return shares
         numbers = tuple(float(word) for word in re.split("[,:]", ",".join(words)) if word)
         if len(numbers) != 3:
-            raise ValueError(f"got {len(numbers)} shares, expected three: 2,4,4")
+            raise ValueError("expected three shares: 2,4,4")
         return numbers
 
     @field_validator("data_split")

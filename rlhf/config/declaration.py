@@ -46,7 +46,7 @@ class Result:
     option: str = ""
     """the option that names the source of the number"""
     independent: bool = False
-    """nothing was trained on it"""
+    """no stage trained on it"""
     share: bool = False
     """a share, shown in per cent"""
     cost: bool = False

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 PREFIX_TUNING = (
-    "--adapter p_tuning: the keys and values of prefix tuning stand in no layer's packed rows; --adapter prompt_tuning "
+    "--adapter p_tuning: packed rows cannot hold the keys and values of prefix tuning; --adapter prompt_tuning "
     "trains fewer weights"
 )
-LORA = "--adapter lora: that method gained no more than it, within the intervals (docs/adapters.md)"
+LORA = "--adapter lora: that method gained no more, within the intervals (docs/adapters.md)"
 OWN_TRACKER = "a tracker of yours, --report-to my_tracker.py (docs/extending.md)"
 METHODS = {
     "qlora": "--adapter lora --quantize nf4: QLoRA is LoRA on weights of 4 bits",

@@ -14,7 +14,7 @@ def check_required(options: PairsConfig) -> None:
         raise UserError(f"--policies: got {len(options.policies)}, expected one or two")
     require_prompts(options)
     if options.output is None or not options.output.endswith(".jsonl"):
-        raise UserError(f"--output: got {options.output}, expected a .jsonl file")
+        raise UserError(f"--output: {options.output or 'not given'}, expected a .jsonl file")
     if options.reward is None and (options.tie or options.margin):
         console.say("note: --tie and --margin have no effect without --reward SOURCE, whose scores they compare")
 

@@ -198,7 +198,7 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
     """A sentence for each number that each response has, and one for the KL."""
     sentences = []
     for change in compared:
-        trained = "nothing was trained on it" if change.result.independent else "the policy was trained on it"
+        trained = "no stage trained on it" if change.result.independent else "the policy was trained on it"
         source = f" `{change.source}`" if change.source else ""
         ties = change.prompts - change.wins - change.losses
         sentences.append(

@@ -158,7 +158,7 @@ def test_a_judge_that_is_also_a_reward_is_not_independent(sources: str, by: str,
     (tmp_path / "run/step3_ppo/config.yaml").write_text(f"reward: {sources}\njudge: my_judge.py:score\n")
     [run] = read_runs([str(tmp_path / "run")], DECLARATIONS)
     assert judge(run).headline == f"The policy got better{by}"
-    assert ("(nothing was trained on it)" in judge(run).sentence) is (by == ".")
+    assert ("(no stage trained on it)" in judge(run).sentence) is (by == ".")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_run_that_is_going_has_a_report_after_each_evaluation(
 def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = recorded_runs.run(tmp_path / "run")
     _, verdict, path = report.write_at_end(str(out)).split("\n")
-    assert verdict.startswith("The policy got better. By the judge `my_judge.py:score` (nothing was trained on it): ")
+    assert verdict.startswith("The policy got better. By the judge `my_judge.py:score` (no stage trained on it): ")
     assert path == f"report: {out}/report.html"
     (out / "step3_ppo/metrics.jsonl").write_text('{"kind": "train", "step": "three", "seconds": 0, "score": 1}\n')
     warning = report.write_at_end(str(out))
