@@ -91,6 +91,15 @@ def read_pair_without_prompt(_columns: Sequence[str], record: Record, location: 
     return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
 
 
+def read_pair_in_dialogue(columns: Sequence[str], record: Record, location: str, extra: Record) -> Row:
+    """A dialogue that ends in the chosen response, and the rejected one, alone or behind the same messages."""
+    (before, chosen), (before_rejected, rejected) = (read_response(record, column, location) for column in columns)
+    if before_rejected not in ((), before):
+        raise UserError(f"{location}: {' and '.join(columns)} differ before their last message; expected one prompt")
+    prompt = with_system_message(record, as_prompt(before), location)
+    return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
+
+
 def _names_another_prompt(record: Record, extra: Record) -> bool:
     """Whether the prompt of a pair may be elsewhere than at the beginning of two texts."""
     has_texts = all(isinstance(record[side], str) for side in SIDES)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
-from data.read.pairs import PROMPT_NAMES, SIDES, read_pair, read_pair_without_prompt, read_preferred, read_voted
+from data.read.pairs import (
+    PROMPT_NAMES,
+    SIDES,
+    read_pair,
+    read_pair_in_dialogue,
+    read_pair_without_prompt,
+    read_preferred,
+    read_voted,
+)
 from data.read.rankings import RATINGS, read_ranked, read_rated, read_with_ranks
 from data.read.records import Record, column_names
 from data.read.singles import (
@@ -114,6 +122,24 @@ PAIRS = (
         "responses to the dialogue in `messages`",
         example={"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         source="TRL, Axolotl; Skywork-Reward-Preference",
+    ),
+    Format(
+        ("messages",),
+        ("rejected_response",),
+        PAIR,
+        read_pair_in_dialogue,
+        meaning="a preference: the dialogue ends in the chosen response",
+        example={"messages": [ASK, GOOD], "rejected_response": "No."},
+        source="ms-swift",
+    ),
+    Format(
+        ("messages",),
+        ("rejected_messages",),
+        PAIR,
+        read_pair_in_dialogue,
+        meaning="a preference: two dialogues of the same prompt",
+        example={"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
+        source="ms-swift",
     ),
     Format(
         ("input",),

@@ -101,6 +101,8 @@ PAIRS: dict[str, dict[str, Any]] = {
     "Axolotl, icr": {"system": "", "input": "q", **SIDES},
     "Axolotl, chat_template": {"messages": [USER], "chosen": GOOD, "rejected": BAD},
     "ms-swift": {"query": "q", "response": "good", "rejected_response": "bad"},
+    "ms-swift, a dialogue": {"messages": [USER, GOOD], "rejected_response": "bad"},
+    "ms-swift, two dialogues": {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
     "two lists": {"input": "q", "responses": ["good", "bad"], "generations": ["good", "bad"]},
     "any name of the prompt": {"frage": "q", **SIDES, "subset": "x", "number": 3},
     **{

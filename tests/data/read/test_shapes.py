@@ -269,6 +269,8 @@ VALUES: dict[str, Any] = {
     "context": [ASK],
     "chosen": [ASK, ONE],
     "rejected": [ASK, TWO],
+    "rejected_response": "bad",
+    "rejected_messages": [ASK, TWO],
     "input": {"messages": [ASK]},
     "preferred_output": [ONE],
     "non_preferred_output": [TWO],
