@@ -57,6 +57,15 @@ class Config(BaseModel):
         """The options of that kind, of this class and its base classes."""
         return frozenset().union(*(vars(base).get(kind, ()) for base in cls.__mro__))
 
+    @classmethod
+    def of_results(cls, values: Tree) -> Tree:
+        """The plain values that change results; of a model's own engine options (`critic.quantize`), that is its
+        bits."""
+        free = cls.declared("FREE")
+        result = {name: value for name, value in values.items() if name not in free}
+        nested = {name: value for name, value in values.items() if name in free and isinstance(value, dict)}
+        return result | {f"{name}.quantize": value["quantize"] for name, value in nested.items() if "quantize" in value}
+
 
 def is_record(annotation: object) -> TypeGuard[type[Config]]:
     """Whether an option is a section."""

@@ -103,7 +103,7 @@ def _changed(
 ) -> Changes:
     """The options that have changed, except free options and inputs that are the same model under another name."""
     options_then = type(options)().model_dump(mode="json") | manifest["config"]  # with defaults for newer options
-    then, now = (_of_results(tree, options) for tree in (options_then, options.model_dump(mode="json")))
+    then, now = map(options.of_results, (options_then, options.model_dump(mode="json")))
     changed = {name: (then.get(name), value) for name, value in now.items() if then.get(name) != value}
     for name in [name for name in changed if name in digests]:
         same_digest = inputs_then.get(name) is not None and inputs_then[name] == digests[name]
@@ -117,14 +117,6 @@ def _gone(config_then: Tree, options: RunOptions) -> Iterator[tuple[str, object]
     for name, default in gone().items():
         if name not in type(options).model_fields and config_then.get(name, default) != default:
             yield name, config_then[name]
-
-
-def _of_results(config: Mapping[str, object], options: RunOptions) -> Tree:
-    """The options that change results; of a model's own engine options (`--critic.quantize`), that is its bits."""
-    free = options.declared("FREE")
-    result = {name: value for name, value in config.items() if name not in free}
-    nested = {name: value for name, value in config.items() if name in free and isinstance(value, Mapping)}
-    return result | {f"{name}.quantize": value["quantize"] for name, value in nested.items() if "quantize" in value}
 
 
 def _require_same_options(

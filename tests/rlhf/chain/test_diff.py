@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from data.sources import demo
 from rlhf.chain import diff
 from rlhf.errors import UserError
-from rlhf.report import differences
 from tests.support.killing import CLOCKS, dying, ppo_options, reward_options, run, sft_options
 
 Tree = dict[str, Any]
@@ -60,7 +59,7 @@ def swap_two_words(file: Path) -> None:
 
 
 def difference(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit code, the verdict, the table)"""
+    """(exit code, the verdict, the lines of each stage)"""
     capsys.readouterr()
     code = diff.main([str(first), str(second)])
     verdict, _, table = capsys.readouterr().out.partition("\n")
@@ -72,15 +71,15 @@ def changed(at: int, **values: str) -> list[Tree]:
 
 
 REAL: dict[str, tuple[list[Tree], Tree, str]] = {
-    "a response": (changed(3, response="it is kind"), {}, "rows of step1_sft: to train on: as many, other text: "),
-    "a row more": ([*ROWS, ROWS[0] | {"prompt": "and"}], {}, "rows .*: to train on: more: 3. and 3."),
-    "a row less": (ROWS[:-1], {}, "rows of step1_sft: to train on: fewer: 3. and 3."),
-    "seed": (ROWS, {"seed": 1}, "options of step1_sft: seed: 0 and 1."),
-    "data_seed": (ROWS, {"data_seed": 7}, "options of step1_sft: data_seed: 0 and 7."),
-    "learning rate": (ROWS, {"learning_rate": 2e-3}, "options of step1_sft: learning_rate: 0.001 and 0.002."),
-    "epochs": (ROWS, {"num_train_epochs": 2}, "options of step1_sft: num_train_epochs: 1 and 2."),
-    "template": (ROWS, {"chat_template": "../plain.jinja"}, "options of step1_sft: chat_template: human_assistant "),
-    "weights": (ROWS, {"model": "../heavier"}, "options of step1_sft: model: ../model and ../heavier."),
+    "a response": (changed(3, response="it is kind"), {}, "rows: to train on, .*: (3.) rows, .* and \\1 rows, "),
+    "a row more": ([*ROWS, ROWS[0] | {"prompt": "and"}], {}, "rows: to train on, data_seed 0: 3. rows, .* and 3. rows"),
+    "a row less": (ROWS[:-1], {}, "rows: to train on, data_seed 0: 3. rows, .* and 3. rows, "),
+    "seed": (ROWS, {"seed": 1}, "options: seed: 0 and 1."),
+    "data_seed": (ROWS, {"data_seed": 7}, "options: data_seed: 0 and 7."),
+    "learning rate": (ROWS, {"learning_rate": 2e-3}, "options: learning_rate: 0.001 and 0.002."),
+    "epochs": (ROWS, {"num_train_epochs": 2}, "options: num_train_epochs: 1 and 2."),
+    "template": (ROWS, {"chat_template": "../plain.jinja"}, "options: chat_template: human_assistant and "),
+    "weights": (ROWS, {"model": "../heavier"}, "options: model: ../model and ../heavier."),
 }  # fmt: skip
 """rows and options of a run in place of the base's, and what is named"""
 
@@ -94,9 +93,9 @@ def test_a_change_of_a_real_run_is_the_first_difference(
     for other in ("heavier", "plain.jinja"):
         (tmp_path / other).symlink_to(runs / other)
     code, verdict, table = difference(runs / "base/out", fine_tune(tmp_path / "run", rows, **options), capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}", verdict), verdict
-    assert "not recorded" not in table and "  model/model.safetensors" in table, table
-    assert "more than rounding explains" in table
+    assert code == 1 and re.match(f"The first difference is in step1_sft: {named}", verdict), verdict
+    assert "  weights: model/model.safetensors: " in table, table
+    assert ", by more than rounding explains from step " in table
 
 
 @pytest.mark.parametrize("name", ["../heavier", "../other_words"])
@@ -106,8 +105,8 @@ def test_a_model_of_the_same_name_with_another_content(
     (tmp_path / "model").symlink_to(runs / name[3:])
     _, verdict, table = difference(runs / "base/out", fine_tune(tmp_path / "run", ROWS), capsys)
     assert ("starting weights" in table) == (name == "../heavier"), "weights are not the model's other files"
-    kind = {"../heavier": "starting weights of step1_sft: model", "../other_words": "tokenizer of step1_sft"}[name]
-    assert verdict.startswith(f"The first difference is in the {kind}"), verdict
+    kind = {"../heavier": "starting weights: model: ", "../other_words": "tokenizer: "}[name]
+    assert verdict.startswith(f"The first difference is in step1_sft: {kind}"), verdict
 
 
 @pytest.mark.parametrize("name", ["the same", "order", "file", "folder", "rounding"])
@@ -126,15 +125,13 @@ def test_equal_runs_are_the_same_to_the_last_bit(
             run(sft_options(data_path=["others.jsonl"], **SPLIT, model="../model", overwrite=True))
     code, verdict, table = difference(runs / "base/out", other, capsys)
     if name == "rounding":
-        assert "The first difference" not in verdict and "more than rounding" not in verdict, verdict
+        assert code == 0 or re.match("The first difference is in step1_sft: numbers: .* by no more than round", verdict)
     else:
-        assert (code, verdict) == (
+        assert (code, verdict, table) == (
             0,
             f"The same to the last bit: {numbers_of(other)} numbers, and the weights of all models.",
+            "step1_sft, to step 5: no differences\n",
         )
-    listed = {"order": "content of rows.jsonl", "file": "data_path", "folder": "model ", "rounding": "micro_batch_size"}
-    assert (differences_listed := diff.NO_EFFECT in table) == (name != "the same")
-    assert not differences_listed or f"  {listed[name]}" in table.partition(diff.NO_EFFECT)[2]
 
 
 def numbers_of(out: Path) -> int:
@@ -161,23 +158,23 @@ def hardware(name: str, value: object) -> Callable[[Tree], None]:
 
 SFT, REWARD, PPO = "step1_sft", "step2_reward", "step3_ppo"
 PLANTED: list[tuple[str, Callable[[Tree], None], str]] = [
-    *((stage, versions(name), f"versions of {stage}: {name}: .* and 9.9") for stage, name in (
+    *((stage, versions(name), f"versions: {name}: .* and 9.9") for stage, name in (
         (SFT, "torch"), (REWARD, "transformers"), (PPO, "rlhf-pipeline"), (SFT, "python"),
     )),
-    (SFT, hardware("device", "NVIDIA H200"), f"hardware of {SFT}: device: .* and NVIDIA H200"),
-    (REWARD, hardware("processes", 8), f"hardware of {REWARD}: processes: 1 and 8"),
-    (PPO, hardware("dtype", "bf16"), f"hardware of {PPO}: dtype: fp32 and bf16"),
-    (PPO, option("kl_coef", 0.5), f"options of {PPO}: kl_coef: 0.05 and 0.5"),
-    (PPO, option("cliprange", 0.3), f"options of {PPO}: cliprange: 0.2 and 0.3"),
-    (REWARD, option("margin", 1.5), f"options of {REWARD}: margin: null and 1.5"),
-    (SFT, option("optim", "lion"), f"options of {SFT}: optim: .* and lion"),
-    (PPO, lambda m: m["config"]["critic"].update(quantize="int8"), f"options of {PPO}: critic.quantize: null and int8"),
-    (PPO, lambda m: m["config"].pop("total_episodes"), f"options of {PPO}: total_episodes: 32 and 4096"),
-    (SFT, lambda m: m["template"].update(eos_token="<end>"), f"template of {SFT}: eos_token: </s> and <end>"),
-    (REWARD, lambda m: m.update(tokenizer="f" * 64), f"tokenizer of {REWARD}: .* and ffffffffffff"),
-    (PPO, lambda m: m["inputs"]["critic_model"].update(weights="e" * 64), f"starting weights of {PPO}: critic_model: "),
-    (REWARD, lambda m: m.update(random_generators="d" * 64), f"random draws of {REWARD}: .* and dddddddddddd"),
-    (PPO, lambda m: m["user_files"].update({"score.py": "c" * 64}), f"files of {PPO}: score.py: bbbbbbbbbbbb and ccc"),
+    (SFT, hardware("device", "NVIDIA H200"), "hardware: device: .* and NVIDIA H200"),
+    (REWARD, hardware("processes", 8), "hardware: processes: 1 and 8"),
+    (PPO, hardware("dtype", "bf16"), "hardware: dtype: fp32 and bf16"),
+    (PPO, option("kl_coef", 0.5), "options: kl_coef: 0.05 and 0.5"),
+    (PPO, option("cliprange", 0.3), "options: cliprange: 0.2 and 0.3"),
+    (REWARD, option("margin", 1.5), "options: margin: null and 1.5"),
+    (SFT, option("optim", "lion"), "options: optim: .* and lion"),
+    (PPO, lambda m: m["config"]["critic"].update(quantize="int8"), "options: critic.quantize: null and int8"),
+    (PPO, lambda m: m["config"].pop("total_episodes"), "options: total_episodes: 32 and 4096"),
+    (SFT, lambda m: m["template"].update(eos_token="<end>"), "template: eos_token: </s> and <end>"),
+    (REWARD, lambda m: m.update(tokenizer="f" * 64), "tokenizer: .* and ffffffffffff"),
+    (PPO, lambda m: m["inputs"]["critic_model"].update(weights="e" * 64), "starting weights: critic_model: "),
+    (REWARD, lambda m: m.update(random_generators="d" * 64), "random draws: .* and dddddddddddd"),
+    (PPO, lambda m: m["user_files"].update({"score.py": "c" * 64}), "files: score.py: bbbbbbbbbbbb and ccc"),
 ]  # fmt: skip
 
 
@@ -202,42 +199,40 @@ def test_a_planted_change_is_the_first_difference(
 ) -> None:
     edit(two[1] / stage, change)
     code, verdict, table = difference(*two, capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}.*\\.$", verdict), verdict
-    assert len(table.partition("\nnumbers\n")[0].splitlines()) == 3, "the runs, the kind, the change: nothing else"
+    assert code == 1 and re.match(f"The first difference is in {stage}: {named}.*\\.$", verdict), verdict
+    assert len(table.splitlines()) == 4 and f"{stage}, to step 4: 1 differences\n  " in table, "the change alone"
     code, verdict, _ = difference(two[0] / stage, two[1] / stage, capsys)
-    assert code == 1 and re.match(f"The first difference is in the {named}", verdict), "a stage by itself"
+    assert code == 1 and re.match(f"The first difference is in {stage}: {named}", verdict), "a stage by itself"
     _, verdict, _ = difference(two[1], two[1], capsys)
     assert verdict.startswith("The same to the last bit")
 
 
 def test_the_order_is_that_of_a_run(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """What is given before what is computed, and an earlier stage before a later one; a common change stands once."""
-    kinds = ["versions", "hardware", "options", "files", "template", "tokenizer", "starting weights", "random draws"]
-    later = [PLANTED[i] for i in (17, 16, 15, 14, 12, 8, 6, 2)]
-    for _, change, _ in later:
-        edit(two[1] / PPO, change)
+    """What is given before what is computed, and an earlier stage before a later one."""
+    kinds = ["versions", "hardware", "options", "files", "tokenizer", "starting weights", "random draws"]
+    for i in (17, 16, 15, 14, 12, 8, 6, 2):
+        edit(two[1] / PPO, PLANTED[i][1])
     _, verdict, table = difference(*two, capsys)
-    assert f"in the versions of {PPO}: " in verdict
-    headings = [line for line in table.splitlines()[1:] if line and not line.startswith(" ")]
-    assert headings == [kind for kind in kinds if kind != "template"] + ["numbers"]
-    assert differences.KINDS[:4] == tuple(kinds[:4])
-    edit(two[1] / SFT, option("seed", 3))
+    assert verdict.startswith(f"The first difference is in {PPO}: versions: ")
+    lines = [line.strip().partition(":")[0] for line in table.splitlines() if line.startswith(" ")]
+    assert list(dict.fromkeys(lines)) == kinds
     edit(two[1] / REWARD, option("seed", 3))
+    edit(two[1] / SFT, option("seed", 3))
     _, verdict, table = difference(*two, capsys)
-    assert f"in the options of {SFT}, {REWARD}: seed: 0 and 3." in verdict
-    assert len(re.findall("  seed, ", table)) == 1
+    assert verdict == f"The first difference is in {SFT}: options: seed: 0 and 3."
+    assert table.count("  options: seed: 0 and 3\n") == 2
 
 
 @pytest.mark.parametrize(
     ("split", "change", "named"),
     [
-        ("train", {"in_order": "a" * 32}, "to train on: another order: [0-9a-f]{12} and aaaaaaaaaaaa"),
+        ("train", {"in_order": "a" * 32}, "to train on, data_seed 0: (.*), order .{12} and \\1, order a{12}"),
         (
             "evaluation",
-            {"in_order": "a" * 32, "as_a_set": "b" * 32},
-            "held out: as many, other text: .* and bbbb",
+            {"as_a_set": "b" * 32},
+            "held out, data_seed 0: (.*), content .{12}(, .*) and \\1, content b{12}\\2",
         ),
-        ("evaluation", {"in_order": "a" * 32, "as_a_set": "b" * 32, "rows": 9}, "held out: more: 4 and 9"),
+        ("evaluation", {"rows": 9}, "held out, data_seed 0: 4( rows, .*) and 9\\1"),
     ],
 )
 def test_rows_differ(
@@ -247,13 +242,13 @@ def test_rows_differ(
     assert report[split]["in_order"] != report[split]["as_a_set"], "rows are not in the order of their digests"
     edit(two[1] / REWARD, lambda report: report[split].update(change), "data.json")
     code, verdict, _ = difference(*two, capsys)
-    assert code == 1 and re.match(f"The first difference is in the rows of {REWARD}: {named}.*$", verdict), verdict
+    assert code == 1 and re.fullmatch(f"The first difference is in {REWARD}: rows: {named}\\.", verdict), verdict
 
 
 ROW = {"kind": "train", "step": 1, "seconds": 1.0, "loss": 1.0, "kl": 1e-9, "lr": 1e-3, "tokens_per_second": 5.0}
 
 
-def numbers(directory: Path, rows: list[Tree], dtype: str = "fp32") -> differences.Numbers:
+def numbers(directory: Path, rows: list[Tree], dtype: str = "fp32") -> tuple[int, int, str]:
     """Of two runs: `rows`, and rows in which the loss of 1 and the KL of 1e-9 never change; the KL ends at 2."""
     still = [{**ROW, "step": step} for step in range(1, len(rows))] + [{**ROW, "step": len(rows), "kl": 2.0}]
     stages = []
@@ -263,7 +258,8 @@ def numbers(directory: Path, rows: list[Tree], dtype: str = "fp32") -> differenc
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         (folder / "manifest.json").write_text(json.dumps({"hardware": {"dtype": dtype}}))
         stages.append(diff._stages(directory / name)[1])
-    return differences.compare_numbers(*stages)
+    count, last, [line] = diff.compare_numbers(*stages)
+    return count, last, line
 
 
 def test_from_which_step_on_numbers_differ_by_more_than_rounding(tmp_path: Path) -> None:
@@ -273,63 +269,42 @@ def test_from_which_step_on_numbers_differ_by_more_than_rounding(tmp_path: Path)
     rows[2] |= {"loss": 1.000009}
     rows[3] |= {"loss": 1.00002}
     rows[4] |= {"kl": 2.0, "loss": 1.5}
-    compared = numbers(tmp_path / "fp32", rows)
-    assert (compared.count, compared.last) == (15, 5)
-    assert compared.first == differences.Parting("kl", 2, (1e-9, 2e-9))
-    assert compared.beyond_rounding == differences.Parting("loss", 4, (1.0, 1.00002))
-    compared = numbers(tmp_path / "bf16", rows, "bf16")
-    assert compared.beyond_rounding == differences.Parting("loss", 5, (1.0, 1.5))
+    first, beyond = "numbers: from step 2 on (kl is 1e-09 and 2e-09), ", "by more than rounding explains from step "
+    assert numbers(tmp_path / "fp32", rows) == (15, 5, f"{first}{beyond}4 on (loss)")
+    assert numbers(tmp_path / "bf16", rows, "bf16")[2] == f"{first}{beyond}5 on (loss)"
     rows[4]["loss"] = 1 + 2**-8
-    assert numbers(tmp_path / "half a step", rows, "bf16").beyond_rounding is None
+    assert numbers(tmp_path / "half a step", rows, "bf16")[2] == f"{first}by no more than rounding explains"
     rows[3]["lr"] = 1.02e-3
-    small = numbers(tmp_path / "small", rows, "bf16").beyond_rounding
-    assert small == differences.Parting("lr", 4, (1e-3, 1.02e-3)), "of its own size"
+    small = numbers(tmp_path / "small", rows, "bf16")[2]
+    assert small == f"{first}{beyond}4 on (lr)", "of its own size"
     rows[0]["loss"] = None
-    assert numbers(tmp_path / "no number", rows, "bf16").beyond_rounding == differences.Parting("loss", 1, (1.0, None))
+    assert numbers(tmp_path / "none", rows, "bf16")[2].endswith(f"{beyond}1 on (loss)")
 
 
-def test_the_words_on_numbers(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    def at(step: int, loss: float) -> float:
-        """The loss before."""
-        file = two[1] / REWARD / "metrics.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        [row] = [row for row in rows if (row["kind"], row["step"]) == ("train", step)]
-        before, row["loss"] = float(row["loss"]), loss
-        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return before
-
-    def verdict() -> str:
-        code, verdict, table = difference(*two, capsys)
-        text = verdict.removeprefix("Nothing that is recorded differs before the numbers: ").removesuffix(".")
-        assert code == 1 and text != verdict and f"  {text}\n" in table, verdict
-        assert table.startswith("numbers\n"), "no table"
-        assert re.search(rf"\n  {SFT}: [\d,]+ numbers are equal, to step 4\n", table)
-        return text
-
-    third = at(3, 9.5)
-    beyond = f"at step 3 loss is {third} and 9.5, more than rounding explains"
-    assert verdict() == f"{REWARD}: equal up to step 2; {beyond}"
-    second = at(2, 0.0)
-    at(2, second + 1e-6)
-    rounding = f"{REWARD}: equal up to step 1; at step 2 loss is {second} and {second + 1e-6}"
-    assert verdict() == f"{rounding}; from step 3 on more than rounding explains (loss is {third} and 9.5)"
-    at(3, third)
-    assert verdict() == f"{rounding}, and no number is farther apart than rounding explains"
+def test_numbers_are_named_before_weights(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    edit(two[1] / REWARD, lambda manifest: manifest["files"]["model/model.safetensors"].update(sha256="0" * 64))
+    file = two[1] / REWARD / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    [row] = [row for row in rows if (row["kind"], row["step"]) == ("train", 3)]
+    before, row["loss"] = row["loss"], 9.5
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    code, verdict, table = difference(*two, capsys)
+    at = f"from step 3 on (loss is {before} and 9.5)"
+    numbers = f"numbers: {at}, by more than rounding explains from step 3 on (loss)"
+    assert (code, verdict) == (1, f"The first difference is in {REWARD}: {numbers}.")
+    assert f"{REWARD}, to step 4: 2 differences\n  {numbers}\n  weights: model/model.safetensors: " in table
 
 
 def test_only_the_last_bits_of_the_weights_differ(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     edit(two[1] / PPO, lambda manifest: manifest["files"]["critic/model.safetensors"].update(sha256="0" * 64))
     edit(two[1] / PPO, lambda manifest: manifest["files"]["actor/config.json"].update(sha256="0" * 64))
     code, verdict, table = difference(*two, capsys)
-    assert (code, verdict) == (
-        1,
-        f"Every number is equal in the six digits that are recorded, and the weights differ: {PPO}.",
-    )
-    assert re.search(rf"weights\n  critic/model.safetensors, {PPO} +[0-9a-f]{{12}} +0{{12}}\n", table)
+    named = f"The first difference is in {PPO}: weights: critic/model.safetensors: [0-9a-f]{{12}} and 0{{12}}."
+    assert code == 1 and re.fullmatch(named, verdict), verdict
     assert "config.json" not in table
 
 
-# --- runs cut short, and those of before
+# --- runs cut short
 
 
 def test_a_killed_and_a_resumed_run(
@@ -340,17 +315,17 @@ def test_a_killed_and_a_resumed_run(
     options = {"save_every": 1}
     dying(monkeypatch, lambda: fine_tune(tmp_path / "run", ROWS, **options), "train", 3)
     code, verdict, table = difference(runs / "base/out", tmp_path / "run/out", capsys)
-    assert code == 0 and re.match(r"The same as far as both are recorded: \d+ numbers, step1_sft to step 3\.$", verdict)
-    assert "not recorded" not in table
+    assert code == 0 and re.match(r"The same as far as both are recorded: \d+ numbers\.$", verdict)
+    assert table == "step1_sft, to step 3: no differences\n"
     with contextlib.chdir(tmp_path / "run"):
         run(sft_options(data_path=["rows.jsonl"], **SPLIT | {"model": "../model"} | options))
     code, verdict, _ = difference(runs / "base/out", tmp_path / "run/out", capsys)
     assert code == 0 and verdict.startswith("The same to the last bit")
 
 
-def test_what_an_older_run_has_not_recorded(two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """It is named, and not taken for a difference. Rows are then compared by the content of the files."""
-
+def test_what_one_run_has_not_recorded_is_no_difference(
+    two: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     def older(manifest: Tree) -> None:
         for name in ("tokenizer", "random_generators", "hardware"):
             del manifest[name]
@@ -358,19 +333,13 @@ def test_what_an_older_run_has_not_recorded(two: tuple[Path, Path], capsys: pyte
         for entry in manifest["inputs"].values():
             del entry["weights"]
 
-    def without_digests(report: Tree) -> None:
-        for split in ("train", "evaluation"):
-            del report[split]["in_order"], report[split]["as_a_set"]
-
     edit(two[1] / SFT, older)
-    edit(two[1] / SFT, without_digests, "data.json")
-    code, verdict, table = difference(*two, capsys)
-    assert code == 0 and verdict.startswith("The same to the last bit")
-    missing = "hardware, tokenizer, starting weights, random draws"
-    assert table.endswith(f"\nnot recorded in both runs, so not compared: {missing} ({SFT})\n")
-    edit(two[1] / SFT, lambda manifest: manifest["data"].update({"demo,rows=240": "a" * 32}))
+    edit(two[1] / SFT, lambda report: report["train"].pop("as_a_set"), "data.json")
     code, verdict, _ = difference(*two, capsys)
-    assert code == 1 and f"rows of {SFT}: content of demo,rows=240: " in verdict
+    assert code == 0 and verdict.startswith("The same to the last bit")
+    edit(two[1] / SFT, option("model", "another"))
+    _, verdict, _ = difference(*two, capsys)
+    assert f"in {SFT}: options: model: " in verdict, "whose weights are not known"
 
 
 def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,4 +352,4 @@ def test_what_cannot_be_compared(two: tuple[Path, Path], tmp_path: Path, capsys:
         diff.main([str(two[0] / SFT), str(two[1] / PPO)])
     code, verdict, table = difference(two[0], two[1] / REWARD, capsys)
     assert code == 0 and verdict.startswith("The same to the last bit")
-    assert table.endswith(f"{SFT} is only in {two[0]}\n{PPO} is only in {two[0]}\n")
+    assert table == f"{REWARD}, to step 4: no differences\n"
