@@ -94,7 +94,7 @@ def respond(model: str, ppo: Any, prompts: Path, samples: int) -> dict[str, torc
 
 def measure_start(options: Options, variant: Variant, seed: int) -> None:
     """Write the held-out prompts of a seed, and the responses of its SFT model to them."""
-    from rlhf.text.prompt_file import format_prompt
+    from rlhf.text.messages import format_prompt
     from step3_ppo.inputs import check
 
     ppo, folder = cells.step3_options(options, variant, seed), options.start(seed).parent

@@ -101,7 +101,7 @@ def test_prompts(options: Options) -> Iterator[Any]:
     from data.prepare.mixture import open_origin
     from rlhf.hub.short_names import resolve
     from rlhf.text.dialogues import Template
-    from rlhf.text.prompt_file import format_prompt
+    from rlhf.text.messages import format_prompt
     from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 
     chain = chain_of(options, 0)

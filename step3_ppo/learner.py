@@ -16,8 +16,7 @@ from rlhf.engine.ema import EMA
 from rlhf.engine.training import Engine
 from rlhf.generation import Backend
 from rlhf.maths.uniforms import MINI_BATCHES, torch_stream
-from rlhf.text.messages import variable_columns
-from rlhf.text.prompt_file import format_prompt
+from rlhf.text.messages import format_prompt, variable_columns
 from rlhf.types import Credit, Metrics, SampledRollout, Samples, ScoredRollout
 from step3_ppo.algorithms import Algorithm, Iteration
 from step3_ppo.config import STAGE, Step3Config

@@ -12,9 +12,9 @@ from data.read.columns import as_prompt, merge_messages, read_value
 from data.read.records import Record, read_text
 from rlhf.errors import UserError
 from rlhf.text.messages import ROLES, read_message, require_text, short_json
-from rlhf.text.prompt_file import has_paragraphs, is_transcript
 from rlhf.types import Message
 
+TRANSCRIPT = re.compile(r"\s*Human:")
 TURN = re.compile(r"(?:^|\s+)(Human|Assistant):")
 
 
@@ -48,6 +48,16 @@ def read_prompt(record: Record, column: str, location: str) -> tuple[Message, ..
         history = _read_history(record, location)
     turns = _parse_prompt(text, f"{location}: {column}") if is_transcript(text) else (Message("user", text),)
     return with_system_message(record, history + turns, location)
+
+
+def is_transcript(text: str) -> bool:
+    """Whether a text begins with `Human:` and either has turns in paragraphs or ends in `Assistant:`."""
+    return bool(TRANSCRIPT.match(text)) and (has_paragraphs(text) or text.rstrip().endswith("Assistant:"))
+
+
+def has_paragraphs(text: str) -> bool:
+    """Whether the turns of a transcript are paragraphs."""
+    return text.startswith("\n\n") or "\n\nAssistant:" in text
 
 
 def parse_transcript(text: str, location: str) -> tuple[Message, ...]:

@@ -17,7 +17,7 @@ from rlhf.config import Tree
 from rlhf.config.options import MAX_SEED
 from rlhf.errors import UserError
 from rlhf.evaluation.batch_generation import check_reward_spec
-from rlhf.text.prompt_file import format_prompt
+from rlhf.text.messages import format_prompt
 from rlhf.text.templates import thought_form
 from rlhf.types import Message
 

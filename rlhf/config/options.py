@@ -293,7 +293,8 @@ class PromptFileOptions(SamplingOptions):
     policies: tuple[str, ...] = ()
     """stage directories, model directories, hub ids or short names"""
     prompts: str | None = None
-    """.jsonl with a column prompt (text, or a list of messages), or .txt with one prompt per line"""
+    """a file as of --data-path with a column prompt (text, or a list of messages), .txt with one prompt per line, or
+    another data path, such as files,prompt=question:FILE"""
     reward: str | None = None
     """score source: file.py:function, learned,model=DIR, or another name in rlhf/rewards/"""
     seed: int = Field(0, ge=0, le=MAX_SEED)

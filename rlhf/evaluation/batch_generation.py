@@ -2,13 +2,17 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.prepare.mixture import open_origin
+from data.prepare.owners import unusable_reason
+from data.read.columns import user_prompt
+from data.read.records import Skipped
 from rlhf import plugins, rewards
 from rlhf.config.options import EngineOptions, PromptFileOptions
 from rlhf.distributed import collectives
@@ -114,6 +118,21 @@ def require_writable(directory: Path, option: str) -> None:
             pass
     except OSError as error:
         raise UserError(f"{option}: cannot write there ({error.strerror}); name another directory") from None
+
+
+def read_prompts(path: str) -> list[tuple[str, Row]]:
+    """(file:line, row) of each prompt of a file with a column `prompt`, of each line of a .txt file, or of any other
+    data path. Raises: UserError for a row that is no prompt."""
+    reader = "files,lines=true" if path.lower().endswith(".txt") else "files,shape=prompt"
+    rows = []
+    for row in open_origin(path if ":" in path else f"{reader}:{path}").rows("ppo"):
+        if isinstance(row, Skipped):
+            raise UserError(row.reason if row.bad else f"{row.location}: {row.reason}")
+        row = row if row.prompt else replace(row, prompt=user_prompt(row.response or ""), response=None)
+        if reason := unusable_reason(row, "ppo"):
+            raise UserError(f"{row.location}: {reason}")
+        rows.append((row.location, row))
+    return rows
 
 
 def encode_prompts(

@@ -1,6 +1,7 @@
 """Several policies respond to the same prompts: the score, KL to the reference and length of each response."""
 
 import gc
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +17,14 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     policy_path,
+    read_prompts,
     require_output,
 )
 from rlhf.evaluation.options import EvaluateConfig
 from rlhf.maths import ops
 from rlhf.models.policy import Policy
-from rlhf.text.prompt_file import different, read_prompts
-from rlhf.types import SampledRollout, length_groups
+from rlhf.text.messages import format_prompt
+from rlhf.types import Row, SampledRollout, length_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ def check(options: EvaluateConfig) -> Comparison:
     prompt_set = encode_prompts(prompts, [reference, *policies.values()], options, options.samples)
     require_output(options.output, options.overwrite)
     return Comparison(options, policies, reference, prompt_set)
+
+
+def different(lines: list[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """The lines without those whose prompt, variables and columns are those of an earlier one."""
+    first: dict[str, tuple[str, Row]] = {}
+    for location, row in lines:
+        key = json.dumps([format_prompt(row.prompt), row.variables, row.columns], sort_keys=True)
+        first.setdefault(key, (location, row))
+    return [*first.values()]
 
 
 def _score_sources(options: EvaluateConfig) -> list[str]:

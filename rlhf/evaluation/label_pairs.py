@@ -19,14 +19,14 @@ from rlhf.evaluation.batch_generation import (
     check_reward_spec,
     encode_prompts,
     policy_path,
+    read_prompts,
     require_writable,
 )
 from rlhf.evaluation.options import PairsConfig
 from rlhf.maths.preferences import position_bias
 from rlhf.rewards import NO_SCORE
 from rlhf.storage import disk
-from rlhf.text.messages import variable_columns
-from rlhf.text.prompt_file import format_prompt, prompt_text, read_prompts
+from rlhf.text.messages import format_prompt, prompt_text, variable_columns
 from rlhf.types import Row
 
 CUT, EQUAL, TIE, NONE = "cut at --response-length", "equal responses", "tie", "no score"

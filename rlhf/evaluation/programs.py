@@ -57,4 +57,4 @@ def run_on_processes(module: str, argv: Sequence[str], options: PromptFileOption
 def require_prompts(options: PromptFileOptions) -> None:
     """Raises: UserError if no file of prompts is named."""
     if options.prompts is None:
-        raise UserError("--prompts: not given, expected a .jsonl or .txt file")
+        raise UserError("--prompts: not given, expected a file with a column prompt, or .txt")

@@ -234,7 +234,7 @@ def _write(
         "best_of_n": [disk.json_value(asdict(each)) for each in selected],
         "reference": comparison.reference,
         "prompts": len(comparison.prompts.rows) // comparison.options.samples,
-        "prompts_sha256": hashlib.sha256(Path(str(comparison.options.prompts)).read_bytes()).hexdigest(),
+        "prompts_sha256": hashlib.sha256(json.dumps(comparison.prompts.ids).encode()).hexdigest(),
         "options": comparison.options.model_dump(mode="json", exclude={"overwrite"}),
         "versions": manifests.versions(),
     }

@@ -19,7 +19,7 @@ from rlhf.distributed import collectives
 from rlhf.errors import UserError
 from rlhf.rewards import CACHED, NO_SCORE, REQUESTS, TOKENS, UNREAD, Context
 from rlhf.rewards._requests import Answers, Server
-from rlhf.text.prompt_file import format_prompt, prompt_text
+from rlhf.text.messages import format_prompt, prompt_text
 from rlhf.text.templates import THOUGHT_END
 from rlhf.types import Metrics, Row, Samples
 

@@ -7,6 +7,7 @@ to the chat template, and a row with a key that the template does not read is re
 import functools
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -211,3 +212,20 @@ def writes_role(role: str, tokenizer: PreTrainedTokenizerBase) -> bool:
     except Unrenderable:
         return True  # then it refuses each row itself, or needs what a row has
     return MARK in text and (role == "system" or text not in (written("user"), written("assistant")))
+
+
+def format_prompt(prompt: Sequence[Message]) -> str | list[Tree]:
+    """A prompt as a value of the column `prompt`: the text of a single user message, else the list of messages.
+
+    A text that starts with `Human:` would be read as a dialogue, so it is written as a list of messages too.
+    """
+    if not prompt:
+        return ""
+    if len(prompt) == 1 and prompt[0].role == "user" and not prompt[0].content.lstrip().startswith("Human:"):
+        return prompt[0].content
+    return [{"role": message.role, "content": message.content, **message.keys} for message in prompt]
+
+
+def prompt_text(prompt: str | list[Tree]) -> str:
+    """A value of `format_prompt` as text; the messages of a dialogue begin with their roles."""
+    return prompt if isinstance(prompt, str) else "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)

@@ -27,11 +27,11 @@ from rlhf.config import Config, parser
 from rlhf.config.options import EngineOptions
 from rlhf.errors import UserError
 from rlhf.evaluation import evaluate, pairs
+from rlhf.evaluation.batch_generation import read_prompts
 from rlhf.launch import hosts, launcher
 from rlhf.launch.hosts import LaunchOptions
 from rlhf.models.splitting import check_split, replicas
 from rlhf.text.messages import read_message
-from rlhf.text.prompt_file import read_prompts
 from rlhf.text.templates import find_template
 from rlhf.text.tokenizer import load_tokenizer, prepare_tokenizer
 from rlhf.training.checks import check_engine, check_ranks

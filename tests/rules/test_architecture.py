@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 # Rooms, from the top down. A room's modules import their own room and those below it; a dotted name is one module.
 ROOMS = (
     "train", "rlhf.__main__", "rlhf.cli", "step1_sft.__main__", "step2_reward.__main__", "step3_ppo.__main__",
-    "rlhf.chain", "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised",
+    "rlhf.chain", "step3_ppo", "step2_reward", "step1_sft", "rlhf.supervised", "rlhf.chat", "rlhf.evaluation",
     "data.preview", "data.sources", "data", "data.prepare", "data.read", "data.config",
-    "rlhf.chat", "rlhf.evaluation", "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
+    "rlhf.plan", "rlhf.training", "rlhf.report", "rlhf.rewards",
     "rlhf.generation", "rlhf.engine", "rlhf.adapters", "rlhf.models", "rlhf.kernels", "rlhf.roles",
     "rlhf.text", "rlhf.hub", "rlhf.pages", "rlhf.launch", "rlhf.distributed", "rlhf.storage",
     "rlhf.maths", "rlhf.types", "rlhf.console", "rlhf.plugins", "rlhf.config", "rlhf.errors",

@@ -22,8 +22,8 @@ from rlhf.chat.run_models import run_models
 from rlhf.chat.session import Session
 from rlhf.chat.terminal import Terminal
 from rlhf.errors import UserError
+from rlhf.evaluation.batch_generation import read_prompts
 from rlhf.streams import printable
-from rlhf.text.prompt_file import read_prompts
 from rlhf.types import Message, Row
 from tests.support import chat_runs
 

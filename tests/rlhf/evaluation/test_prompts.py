@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from rlhf.text.prompt_file import different, read_prompts
+from rlhf.evaluation.batch_generation import read_prompts
+from rlhf.evaluation.comparison import different
 from rlhf.types import Message
 
 
