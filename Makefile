@@ -29,6 +29,9 @@ TRITON := triton==3.9.0
 VLLM := .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install -qq --disable-pip-version-check -c tests/constraints-vllm.txt
 
+# Some images set it; pytest rewrites 300 files and Python compiles as many again for each process that may not keep them
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo test test-ranks test-compiled test-latest test-oldest test-avx2 test-long test-faults test-browser test-kernels test-vllm mutants check format bench gpu bench-data docs smollm2 clean
 .DEFAULT_GOAL := help
 

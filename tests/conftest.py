@@ -66,6 +66,17 @@ FIRST = (
 """Files of 15 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """What is imported is no garbage, and looking for some takes a fifth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / name: number for number, name in enumerate(FIRST)}

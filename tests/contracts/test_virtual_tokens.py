@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("ranks")
 
 OPENED = Loading(virtual_tokens=True)
 OLDER_RUN = Path(__file__).parents[1] / "support" / "older_run"
-STEP_1 = "-m step1_sft --model model --data-path rows.jsonl --max-length 24 --sample-rows 0 --max-eval-rows 2"
+STEP_1 = "step1_sft --model model --data-path rows.jsonl --max-length 24 --sample-rows 0 --max-eval-rows 2"
 STEP_1 += " --batch-size 4 --micro-batch-size 4 --save-every 1 --num-train-epochs 4 --adapter"
 FEW = ",num_virtual_tokens=5"
 
@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", [marked_long(method, {"p_tuning"}) for method in VIRTUAL])
 def test_evaluation_verification_and_chat_open_what_a_run_saves(method: str, folder: Path) -> None:
-    whole = forked.python(*STEP_1.split(), method + FEW, "--output-dir", "whole", cwd=folder)
+    whole = forked.program(*STEP_1.split(), method + FEW, "--output-dir", "whole", cwd=folder)
     assert whole.returncode == 0, whole.stderr
     saved = {path.name for path in (folder / "whole/step1_sft/model").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} < saved
@@ -106,7 +106,7 @@ def test_evaluation_verification_and_chat_open_what_a_run_saves(method: str, fol
         "evaluate --policies whole/step1_sft model --prompts prompts.jsonl --response-length 4 --reward length,target=4"
     )
     for arguments in (words, "verify whole"):
-        ran = forked.python("-m", "rlhf", *arguments.split(), cwd=folder)
+        ran = forked.program("rlhf", *arguments.split(), cwd=folder)
         assert ran.returncode == 0, ran.stderr + ran.stdout
     models = load_models({"tuned": str(folder / "whole/step1_sft/model")}, None, "auto", "fp32")
     chat = Generation(models, "tuned", [Message("user", "a")], Sampling(1.0, 4, (0, 0, 0)))
@@ -116,6 +116,6 @@ def test_evaluation_verification_and_chat_open_what_a_run_saves(method: str, fol
 def test_a_chain_that_goes_on_after_it_is_refused_before_it_begins(folder: Path) -> None:
     words = "--actor-model model --data-path rows.jsonl --output-dir out --sft.adapter p_tuning --steps 1 3"
     words += " --max-length 24 --max-prompt-length 8 --ppo.response-length 8 --sft.batch-size 4"
-    ran = forked.python("-m", "train", *words.split(), cwd=folder)
+    ran = forked.program("train", *words.split(), cwd=folder)
     assert "its virtual tokens cannot be merged into a model, but step3_ppo, which follows it" in ran.stderr
     assert ran.returncode == 2 and ran.stderr.count("\n") == 2  # a line of status before it

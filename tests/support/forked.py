@@ -64,6 +64,11 @@ def python(*words: str, cwd: Path | None = None, timeout_s: float = 600.0) -> su
         return subprocess.CompletedProcess(["python", *words], code, out, error)
 
 
+def program(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """What `python -m words` does, with the stages that it starts in the same process."""
+    return python("-m", "tests.support.one_process", *words, cwd=cwd)
+
+
 def _run(words: tuple[str, ...], environment: dict[str, str], output: Path, folder: Path) -> None:
     for number, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)

@@ -22,7 +22,7 @@ STEP_3 = ("--algorithm", "grpo", "--num-generations", "4", "--reward", "length,t
 
 def test_a_run_has_a_verdict_a_report_and_a_next_command(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = forked.python("-m", "step3_ppo", *STEP_3, *DATA, "--output-dir", str(out), cwd=tmp_path)
+    done = forked.program("step3_ppo", *STEP_3, *DATA, "--output-dir", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     verdict, report, policy, following = done.stdout.splitlines()[-4:]
     assert "By the score `length,target=9` (the policy was trained on it): " in verdict

@@ -87,14 +87,14 @@ def test_a_chain_ends_with_its_report_and_goes_on_without_the_condition(tmp_path
     """A condition that is met stays, --overwrite does not: it would remove the stage that was judged, which the same
     command judges again."""
     met, missed, out = "eval_perplexity < 1000", "eval_perplexity < 2", str(tmp_path / "out")
-    words = ("-m", "step1_sft", *STEP_1, "--output-dir", out)
+    words = ("step1_sft", *STEP_1, "--output-dir", out)
     for once in (["--overwrite"], []):
-        ended = forked.python(*words, *once, "--require", met, missed, cwd=tmp_path)
+        ended = forked.program(*words, *once, "--require", met, missed, cwd=tmp_path)
         assert ended.returncode == gates.MISSED, ended.stderr
         assert "report: " in ended.stdout and (tmp_path / "out/report.html").is_file()
         go_on, why = ended.stderr.splitlines()[-2:]
         assert why.startswith(f"step1_sft is finished; then --require '{missed}': eval_perplexity is ")
         going_on = shlex.split(go_on.removeprefix("to go on: "))
-        assert going_on[1:] == [*words, "--require", met]
-    again = forked.python(*going_on[1:], cwd=tmp_path)
+        assert going_on[1:] == ["-m", *words, "--require", met]
+    again = forked.program(*going_on[2:], cwd=tmp_path)
     assert again.returncode == 0 and "already complete" in again.stdout, again.stderr

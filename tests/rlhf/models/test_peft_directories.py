@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlhf.models.load import load_causal_lm
-from tests.support import tiny
-from tests.support.forked import python
+from tests.support import forked, tiny
 
 SMALL = (
     *("--data-path", "rows.jsonl", "--dtype", "fp32", "--batch-size", "16", "--max-prompt-length", "24"),
@@ -42,7 +41,7 @@ def directories(here: Path) -> None:
 
 
 def finish(*words: str) -> None:
-    finished = python("-m", *words, *SMALL, "out")
+    finished = forked.program(*words, *SMALL, "out")
     assert finished.returncode == 0, finished.stderr
 
 

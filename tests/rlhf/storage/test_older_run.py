@@ -31,7 +31,7 @@ def older(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return forked.python("-m", "step1_sft", *OPTIONS.split(), *words, cwd=folder)
+    return forked.program("step1_sft", *OPTIONS.split(), *words, cwd=folder)
 
 
 def test_a_finished_stage_is_complete(older: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_run_with_an_adapter_that_is_gone_is_reported_and_verified(older: Path
     options = path.with_name("config.yaml")
     options.write_text(options.read_text().replace("adapter: null", f"adapter: {adapter}"))
     for words in ("report finished", "verify finished"):
-        ran = forked.python("-m", "rlhf", *words.split(), cwd=older)
+        ran = forked.program("rlhf", *words.split(), cwd=older)
         assert ran.returncode == 0, ran.stderr + ran.stdout
     ran = train(older, "--output-dir", "finished", "--adapter", adapter)
     assert ran.stderr.count("\n") == 1 and "no option 'init_lora_weights'; have lora_alpha, r" in ran.stderr

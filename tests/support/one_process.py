@@ -1,0 +1,26 @@
+"""A program whose stages run in its own process: a fresh interpreter for each takes five CPU seconds.
+
+python -m tests.support.one_process MODULE WORDS
+"""
+
+import importlib
+import runpy
+import sys
+
+from rlhf.launch import launcher
+from rlhf.launch.supervisor import ExitStatus
+
+
+def run_stage(module: str, words: list[str], target: object) -> ExitStatus:
+    """In place of `rlhf.launch.launcher.run`."""
+    try:
+        return ExitStatus(importlib.import_module(f"{module}.__main__").process(words))
+    except SystemExit as leaving:
+        return ExitStatus(int(str(leaving.code)))
+
+
+if __name__ == "__main__":
+    launcher.run = run_stage
+    sys.argv = sys.argv[1:]
+    sys.orig_argv = ["python", "-m", *sys.argv]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
