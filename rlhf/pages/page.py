@@ -1,6 +1,7 @@
 """Pages from templates. Every value is escaped, and the browser is told to run nothing but the page's own script."""
 
 import base64
+import functools
 import hashlib
 import re
 import unicodedata
@@ -29,12 +30,18 @@ def render(template: Path, **values: object) -> str:
 
 def render_part(template: Path, **values: object) -> str:
     """A template that is no whole page: a picture, a text. Values are escaped for HTML, unless they are Markup."""
+    return _environment(template.parent).get_template(template.name).render(**values)
+
+
+@functools.cache
+def _environment(folder: Path) -> jinja2.Environment:
+    """Of the templates in a folder. It compiles each of them once."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader([folder, FOLDER]), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"visible": visible, "inline": inline, "short": short, "cell": cell, "draw": draw}
-    return environment.get_template(template.name).render(**values)
+    return environment
 
 
 def picture(chart: Chart) -> str:

@@ -182,7 +182,8 @@ def test_nor_do_tests_and_benchmarks() -> None:
 def test_pages_escape_all_values_and_render_templates_of_the_package_only() -> None:
     source = (ROOT / "rlhf/pages/page.py").read_text(encoding="utf-8")
     assert source.count("Environment(") == 1 and "autoescape=True" in source
-    assert "FileSystemLoader([template.parent, FOLDER])" in source and "from_string" not in source
+    assert "FileSystemLoader([folder, FOLDER])" in source and source.count("_environment(") == 2
+    assert "_environment(template.parent)" in source and "from_string" not in source
     templates = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.html.jinja"))]
     ours = [path.read_text(encoding="utf-8") for path in templates]
     assert len(ours) >= 3 and not any(re.search(r"\|\s*safe\b|autoescape", text) for text in ours)
