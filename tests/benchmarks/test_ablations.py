@@ -178,7 +178,15 @@ def test_the_world_is_the_same_for_one_seed(tmp_path: Path) -> None:
     words += [f"word{i}" for i in range(tiny.VOCAB - 4 - len(words))]
     tiny.causal_lm().save_pretrained(tmp_path)
     tiny.tokenizer(words).save_pretrained(tmp_path)
-    sizes = {"stories": 40, "sft": 8, "prompts": 8, "opening_words": 2, "response_words": 1, "response_tokens": 24}
+    sizes = {
+        "stories": 40,
+        "sft": 8,
+        "prompts": 8,
+        "opening_words": 2,
+        "response_words": 1,
+        "response_tokens": 24,
+        "responses": 2,
+    }
     options = stories.Options(model=str(tmp_path), **sizes)
     threads = torch.get_num_threads()
     world = stories.make(options)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from rlhf.types import SampledRollout, Samples
 from tests.contracts import test_adapters as adapter_contract
 from tests.contracts import test_generation as backend_contract
 from tests.rlhf.rewards import responses
-from tests.support import reward_runs, tiny
+from tests.support import forked, reward_runs, tiny
 from tests.support.players import first, on_course, players, twice_each
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +208,8 @@ def converted() -> None:
     for part in (body.config, tiny.tokenizer()):
         part.save_pretrained(folder)
     torch.save({**weights, "v_head.weight": head.weight.data}, folder / "pytorch_model.bin")
-    subprocess.run([sys.executable, "from_deepspeed_chat.py", "old", "new"], check=True)
+    done = forked.python("from_deepspeed_chat.py", "old", "new")
+    assert done.returncode == 0, done.stderr
     scores = rewards.open_source("learned,model=new", responses.context(folder))(responses.samples(rollout))
     rows = zip(rollout.prompt_ids, rollout.prompt_mask, rollout.response_tokens(), strict=True)
     ids = [torch.tensor([[*prompt[mask].tolist(), *response]]) for prompt, mask, response in rows]

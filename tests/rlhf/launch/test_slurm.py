@@ -49,10 +49,11 @@ def test_the_batch_script(job: dict[str, str], tmp_path: Path, number: int, requ
 
 
 AT_ONCE = """#!/usr/bin/env python3
-import os, pathlib, signal
+import os, pathlib, signal, time
 signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
 pathlib.Path(__file__).with_name("ready").touch()
-signal.pause()
+while True:  # signal.pause() would wait for a second signal if the first one came right before it
+    time.sleep(0.1)
 """
 
 

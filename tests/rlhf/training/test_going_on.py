@@ -41,7 +41,7 @@ EVERYTHING: dict[str, Any] = {
     "num_mini_batches": 2,
     **{"kl_budget": 1.0, "use_score_scaling": True, "score_clip": 3.0},
     **{"ema_decay": 0.5, "ptx_coef": 0.5, "ptx_batch_size": 8, "entropy_coef": 0.01},
-    **{"critic_warmup_iterations": 1, "critic_pretraining_epochs": 1},
+    **{"critic_warmup_iterations": 1, "critic_pretraining_epochs": 0.25},
     **{"eval_every": 1, "keep_best": "eval_score", "patience": 9, "export_rollouts": True},
     **{"report_to": ("tensorboard",), "sample_rows": 1},
 }
@@ -131,7 +131,7 @@ RUNS = {
     "everything, often": Case(with_everything, has_everything, lambda _: (1, 2, 3, 4, 5, 0)),
     "best of n": Case(step_3(algorithm="best_of_n", num_generations=4), lambda whole: whole["chosen.jsonl"]),
     "virtual tokens": Case(lambda *_: sft_options(adapter="p_tuning,num_virtual_tokens=5")),
-    "adapter": Case(step_3(adapter="lora,r=4", ema_decay=0.5, zero_stage=2, critic_pretraining_epochs=2)),
+    "adapter": Case(step_3(adapter="lora,r=4", ema_decay=0.5, zero_stage=2, critic_pretraining_epochs=0.25)),
     "shared critic": Case(step_3(critic_model="shared", critic_warmup_iterations=1, ema_decay=0.5, zero_stage=2)),
     "grpo": Case(step_3(algorithm="grpo", num_generations=4, zero_stage=0)),
     "patience": Case(step_3(**STILL), lambda whole: len(trained(whole)) == 2, lambda _: (0,)),
