@@ -141,7 +141,7 @@ def test_dialogues_have_seeds_of_their_own_that_votes_name(make: Make) -> None:
 
 
 def test_votes_are_rows_of_preferences(make: Make, models: Models, run: Path) -> None:
-    session = make(temperature=0.9, seed=3, system="w5")
+    session = make(temperature=0.7, seed=3, system="w5")
     first = ask(session)
     scores, turn = session.score(), session.turn
     assert turn is not None
@@ -162,7 +162,7 @@ def test_votes_are_rows_of_preferences(make: Make, models: Models, run: Path) ->
         assert [written[0][f"{name}_{side}"] for name in ("policy", "model", "score")] == [
             policy, models_of[policy], score,
         ]  # fmt: skip
-    assert (written[0]["temperature"], written[0]["seed"], written[0]["response_length"]) == (0.9, 3, 24)
+    assert (written[0]["temperature"], written[0]["seed"], written[0]["response_length"]) == (0.7, 3, 24)
     assert written[0]["time"].startswith("20") and written[0]["time"].endswith("+00:00")
     one, two, tie = open_origin(str(session.votes)).rows("reward")
     assert isinstance(one, Row) and (one.response, one.rejected) == (first[1], first[0])
