@@ -15,56 +15,44 @@ from data.dataset import PhaseData, PromptDataset
 from data.prepare.encode import Demonstration, Item, Preference, Recipe, Spans
 from data.prepare.report import count_outcomes, locations
 from rlhf.maths.intervals import power
+from rlhf.pages.page import visible
 from rlhf.text.dialogues import Template
 
 PERCENTILES = (5, 50, 95, 100)
 SHOWN_LOCATIONS = 5
 """dropped rows that are named, of each reason"""
-MAX_SHOWN = 1000
-"""characters of a segment that are shown"""
-CONTEXT, LEARNED, SPECIAL, TITLE = "cyan", "green", " bold", "dim"
+CONTEXT, LEARNED, TITLE = "cyan", "green", "dim"
 MARKS = ("⟦", "⟧")
 """around the tokens of the loss"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSegment:
-    """Consecutive tokens of one kind."""
+    """Consecutive tokens that are all learned, or all not."""
 
     text: str
     learned: bool
-    special: bool
 
 
 def split_segments(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], spans: Spans) -> list[TokenSegment]:
-    """The text of `ids`, split where the loss begins and ends, and around special tokens.
+    """The text of `ids`, split where the loss begins and ends.
 
     A segment is what its tokens add to the text before them; so the space that tokenizers drop at the beginning of a
     text is not lost.
     """
-    specials = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    learned = [any(start <= position < end for start, end in spans) for position in range(len(ids))]
-    kinds = [(flag, i in specials) for flag, i in zip(learned, ids, strict=True)]
+    flags = [any(start <= position < end for start, end in spans) for position in range(len(ids))]
     segments, text, start = [], "", 0
-    for flags, group in groupby(kinds):
+    for learned, group in groupby(flags):
         end = start + sum(1 for _ in group)
         longer = _decode(tokenizer, ids[:end])
         added = longer[len(text) :] if longer.startswith(text) else _decode(tokenizer, ids[start:end])
-        segments.append(TokenSegment(added, *flags))
+        segments.append(TokenSegment(added, learned))
         text, start = longer, end
     return segments
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def escape_control(text: str) -> str:
-    """`text` with unprintable and control characters as escapes such as \\x1b; long texts without their middle."""
-    if len(text) > MAX_SHOWN:
-        half = MAX_SHOWN // 2
-        text = f"{text[:half]} [... {len(text) - 2 * half} more characters ...] {text[-half:]}"
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def make_console(stream: TextIO) -> Console:
@@ -90,12 +78,6 @@ def item_blocks(tokenizer: PreTrainedTokenizerBase, title: str, item: Item) -> I
     yield f"{title}: {len(item.ids)} tokens, {learned} learned", split_segments(tokenizer, item.ids, spans)
 
 
-def describe_frame(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which parts of a target are the template's."""
-    before, after = Template(tokenizer).frame
-    return f"the template writes {before!r} before a plain answer and {after!r} after it"
-
-
 class Screen:
     """Prints the data of a phase. Brackets mark the tokens of the loss, colours too where the terminal has them."""
 
@@ -110,9 +92,11 @@ class Screen:
         if recipe.phase == "ppo" and len(opened.evaluation):
             self._print(f"{recipe.phase}: {power(len(opened.evaluation))}")
         if recipe.phase != "ppo" and recipe.objective != "text":
-            self._print(f"{recipe.phase}: {describe_frame(self._tokenizer)}")
+            before, after = Template(self._tokenizer).frame
+            written = f"the template writes {before!r} before a plain answer and {after!r} after it"
+            self._print(f"{recipe.phase}: {written}")
         if rows:
-            self._print(self._style([TokenSegment("context ", False, False), TokenSegment("learned", True, False)]))
+            self._print(self._style([TokenSegment("context ", False), TokenSegment("learned", True)]))
         for number, item in enumerate(train[:rows], start=1):
             title = f"{recipe.phase} {unit.removesuffix('s')} {number}"
             for block_title, segments in item_blocks(self._tokenizer, title, item):
@@ -124,7 +108,7 @@ class Screen:
         repeated = {reason: counted["locations"] for reason, counted in opened.report["repeated"].items()}
         for reason, shown in (locations(opened.report) | repeated).items():
             more = ", ..." if len(shown) > SHOWN_LOCATIONS else ""
-            self._print(escape_control(f"{reason}: {', '.join(shown[:SHOWN_LOCATIONS])}{more}"))
+            self._print(visible(f"{reason}: {', '.join(shown[:SHOWN_LOCATIONS])}{more}"))
         self._print("")
 
     def _print(self, text: str | Text, style: str = "") -> None:
@@ -132,13 +116,10 @@ class Screen:
 
     def _style(self, segments: Iterable[TokenSegment]) -> Text:
         styled = Text()
-        for learned, group in groupby(segments, key=lambda segment: segment.learned):
-            styled.append(MARKS[0] * learned)
-            for segment in group:
-                styled.append(
-                    escape_control(segment.text), (LEARNED if learned else CONTEXT) + SPECIAL * segment.special
-                )
-            styled.append(MARKS[1] * learned)
+        for segment in segments:
+            styled.append(MARKS[0] * segment.learned)
+            styled.append(visible(segment.text), LEARNED if segment.learned else CONTEXT)
+            styled.append(MARKS[1] * segment.learned)
         return styled
 
 
@@ -172,7 +153,7 @@ def _outcome_table(opened: PhaseData) -> Table:
     read = sum(source["rows"] for source in opened.report["sources"])
     table = _table("what became of the rows", "rows", "share")
     for fate, count in count_outcomes(opened.report).items():
-        table.add_row(Text(escape_control(fate)), f"{count:,}", f"{count / read:.1%}")
+        table.add_row(Text(visible(fate)), f"{count:,}", f"{count / read:.1%}")
     table.add_row("read in all", f"{read:,}", "")
     train = opened.report["train"]
     table.add_row("cut to length, of those to train on", f"{train['shortened']:,}", "")
@@ -189,6 +170,6 @@ def _source_table(opened: PhaseData) -> Table:
     rows, tokens = train["rows_by_source"], train["tokens_by_source"]
     for source, count, size in zip(opened.report["sources"], rows, tokens, strict=True):
         row_share, token_share = (f"{value / sum(total):.1%}" for value, total in ((count, rows), (size, tokens)))
-        name = Text(escape_control(source["data_path"]))
+        name = Text(visible(source["data_path"]))
         table.add_row(name, f"{source['rows']:,}", f"{count:,}", row_share, f"{size:,}", token_share)
     return table

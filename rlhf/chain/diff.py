@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m rlhf diff"
     options = parser.parse(DiffConfig, console.words(argv), program, "Say what makes two runs differ, the first first.")
     if len(options.runs) != 2:
         raise UserError("rlhf diff: expected two runs, the --output-dir of both, or one of their stages")
-    first, second = (_stages(Path(run)) for run in options.runs)
+    first, second = (recorded_stages(Path(run)) for run in options.runs)
     common = [step for step in first if step in second]
     if not common:
         names = " and ".join(", ".join(s.directory.name for s in stages.values()) for stages in (first, second))
@@ -87,7 +87,7 @@ def verdict(compared: Sequence[Comparison]) -> str:
     return f"The same as far as both are recorded: {count:,} numbers."
 
 
-def _stages(run: Path) -> dict[int, StageRecord]:
+def recorded_stages(run: Path) -> dict[int, StageRecord]:
     """The stages of a run that have recorded anything, or the one that it is. Raises: UserError without any."""
     folders = {step: run if run.resolve().name == each.name else run / each.name for step, each in STAGES.items()}
     records = {step: read_stage(folder, STAGES[step]) for step, folder in folders.items() if folder.is_dir()}

@@ -35,7 +35,7 @@ from rlhf.chain.claims import (
     merging_error,
     same,
 )
-from rlhf.chain.stages import STAGES
+from rlhf.chain.diff import recorded_stages
 from rlhf.chat.run_models import input_path
 from rlhf.distributed import collectives
 from rlhf.engine.precision import BY_NAME
@@ -49,7 +49,7 @@ from rlhf.maths.preferences import CALIBRATION_BINS, calibration_error, in_order
 from rlhf.models.load import explain_load_errors, load_config, refuse_mismatch
 from rlhf.models.reading import KEY
 from rlhf.models.traits import attention_options
-from rlhf.report.records import StageRecord, read_stage
+from rlhf.report.records import StageRecord
 from rlhf.storage import manifests
 from rlhf.text.dialogues import Template
 from rlhf.text.tokenizer import describe_template, load_tokenizer, prepare_tokenizer, same_ids
@@ -63,11 +63,10 @@ PROMPTS = 16
 
 def finished_stages(run: Path) -> list[tuple[int, StageRecord]]:
     """The finished stages of a run, or the one that it is, with their steps. Raises: UserError without any."""
-    folders = {step: run if run.name == each.name else run / each.name for step, each in STAGES.items()}
-    finished = [step for step, folder in folders.items() if (folder / manifests.MANIFEST).is_file()]
+    finished = [(step, stage) for step, stage in recorded_stages(run).items() if stage.manifest is not None]
     if not finished:
         raise UserError(f"{run}: got no finished stage, expected the --output-dir of a run, or one of its stages")
-    return [(step, read_stage(folders[step], STAGES[step])) for step in finished]
+    return finished
 
 
 def sealed_files(stage: StageRecord) -> list[Path]:

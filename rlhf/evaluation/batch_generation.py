@@ -144,19 +144,11 @@ def encode_prompts(
     """
     compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
     tokenizer = common_tokenizer(model_paths, options.chat_template)
-    prompts = [(location, _with_turns(location, row, tokenizer)) for location, row in prompts]
-    ids = _encode(prompts, tokenizer)
+    encoded = [_encode(location, row, tokenizer) for location, row in prompts]
     for model_path in model_paths:
-        _check_context(prompts, ids, model_path, options.response_length)
-    repeated = [i for i in range(len(prompts)) for _ in range(samples)]
-    return PromptSet(options, tokenizer, tuple(prompts[i][1] for i in repeated), tuple(ids[i] for i in repeated))
-
-
-def _with_turns(location: str, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
-    try:
-        return prompt_of(tokenizer, row)
-    except UserError as error:
-        raise UserError(f"{location}: {error}") from None
+        _check_context(prompts, [ids for _, ids in encoded], model_path, options.response_length)
+    rows, all_ids = zip(*(each for each in encoded for _ in range(samples)), strict=True)
+    return PromptSet(options, tokenizer, rows, all_ids)
 
 
 def common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrainedTokenizerBase:
@@ -172,18 +164,15 @@ def common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrain
     return tokenizer
 
 
-def _encode(prompts: Sequence[tuple[str, Row]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    template = Template(tokenizer)
-    ids = []
-    for location, row in prompts:
-        refusal = unread(row, tokenizer)
-        if refusal:
-            raise UserError(f"{location}: {refusal}")
-        try:
-            ids.append(template.prompt_ids(row.prompt, row.variables))
-        except UserError as error:
-            raise UserError(f"{location}: {error}") from None
-    return ids
+def _encode(location: str, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[Row, list[int]]:
+    """The row with its turns, and its ids."""
+    try:
+        row = prompt_of(tokenizer, row)
+        if refusal := unread(row, tokenizer):
+            raise UserError(refusal)
+        return row, Template(tokenizer).prompt_ids(row.prompt, row.variables)
+    except UserError as error:
+        raise UserError(f"{location}: {error}") from None
 
 
 def _check_context(

@@ -1,12 +1,12 @@
 """The first setting of a short list that fits: `--zero-stage auto`, and the command that a plan proposes."""
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from rlhf.config import Config, Tree
 from rlhf.config.options import EngineOptions, FrozenOptions, effective_stage
-from rlhf.config.parser import changed
+from rlhf.config.parser import changed, leaves
 from rlhf.engine.optimizers import require_whole
 from rlhf.engine.precision import with_dtype
 from rlhf.plan.forecast import Forecast, Workload, forecast, resident_bytes
@@ -108,13 +108,8 @@ def as_flags(options: Config, start: Config, prefix: str = "") -> str:
     prefix: `ppo.`, for options of one stage in a chain
     """
     return shlex.join(
-        word for name, value in _leaves(changed(options, start)) for word in _words(f"{prefix}{name}", value)
+        word for name, value in leaves(changed(options, start)) for word in _words(f"{prefix}{name}", value)
     )
-
-
-def _leaves(tree: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        yield from _leaves(value, f"{above}{name}.") if isinstance(value, dict) else [(above + name, value)]
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -1,9 +1,8 @@
 """The machine that a plan is made for: its devices, and the memory of its host."""
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+import psutil
 import torch
 
 from rlhf.launch import launcher, rank_variables
@@ -59,7 +58,11 @@ def describe_machine(options: PlanOptions, processes: int) -> Machine:
     if options.device_memory is not None:
         device = replace(device, memory=float(options.device_memory))
     elsewhere = device.kind != CORE.kind and not torch.cuda.is_available() and options.host_memory is None
-    host = HOST_SHARE * device.memory if elsewhere else float(options.host_memory or _free_memory() / min(count, NODE))
+    host = (
+        HOST_SHARE * device.memory
+        if elsewhere
+        else float(options.host_memory or psutil.virtual_memory().available / min(count, NODE))
+    )
     usable = device.memory if device.kind == CORE.kind else USABLE * device.memory
     return Machine(device, count, usable, host, elsewhere)
 
@@ -69,7 +72,7 @@ def _device(options: PlanOptions, sharing: int) -> Device:
     here = torch.cuda.is_available()
     if options.device == CORE.kind or (options.device is None and options.device_memory is None and not here):
         speed = launcher.cores() / sharing
-        memory = _free_memory() / sharing
+        memory = psutil.virtual_memory().available / sharing
         return replace(CORE, memory=memory, flops=CORE.flops * speed, flops_fp32=CORE.flops_fp32 * speed)
     if options.device is not None:
         return device_of_kind(options.device)
@@ -83,12 +86,3 @@ def known_gpu() -> Device | None:
     if not torch.cuda.is_available():
         return None
     return device_of_driver(torch.cuda.get_device_properties(0).name)
-
-
-def _free_memory() -> float:
-    """Bytes of memory that are available on this machine."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else ():
-        if line.startswith("MemAvailable"):
-            return float(line.split()[1]) * 1024
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -123,12 +123,5 @@ def data_name(data_path: str) -> str:
 
 def published(options: Tree) -> Tree:
     """Options for readers elsewhere: without secrets, and without directories of this machine."""
-    return {name: _published(value) for name, value in masked(options).items() if name not in PRIVATE}
-
-
-def _published(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {name: _published(nested) for name, nested in value.items()}
-    if isinstance(value, list):
-        return [_published(nested) for nested in value]
-    return data_name(value) if isinstance(value, str) else value
+    shown = {name: value for name, value in masked(options).items() if name not in PRIVATE}
+    return dict(disk.with_leaves(lambda value: data_name(value) if isinstance(value, str) else value, shown))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import StrictInt
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -26,16 +26,9 @@ from rlhf.types import Samples, length_groups
 class Config(Base):
     model: ModelPath
     """directory or hub id of a sequence classifier with its tokenizer"""
-    label: int | str | None = None
-    """number or name of the label whose score counts; optional if there is only one"""
-
-    @field_validator("label", mode="before")
-    @classmethod
-    def _no_truth(cls, label: object) -> object:
-        if isinstance(label, bool):
-            raise ValueError("YAML reads yes, no, on, off, true and false as truth; quote the name: label='\"yes\"'")
-        return label
-
+    label: StrictInt | str | None = None
+    """number or name of the label whose score counts; optional if there is only one. YAML reads yes, no, on and off as
+    truth: quote such a name, label='"yes"'"""
     output: Literal["log_odds", "logit"] = "log_odds"
     """log_odds: log(p / (1 - p)) of the label, 0 at even chances; logit: the number before the softmax"""
     with_prompt: bool = False

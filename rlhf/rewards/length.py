@@ -1,8 +1,6 @@
 """A penalty for long responses, in the policy's tokens, EOS included."""
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from rlhf.config import Config as Base
@@ -16,13 +14,8 @@ class Config(Base):
     penalty: float = Field(0.01, ge=0, allow_inf_nan=False)
     """penalty of each further token, without limit"""
     buffer: int | None = Field(None, ge=1)
-    """instead of penalty: number of tokens after the target over which the score falls from 0 to its minimum -1"""
-
-    @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if self.buffer is not None and "penalty" in self.model_fields_set:
-            raise ValueError("got both penalty and buffer, expected one of them; scale the latter by a weight")
-        return self
+    """instead of penalty: number of tokens after the target over which the score falls from 0 to its minimum -1, which
+    a weight scales"""
 
 
 def build(config: Config, context: Context) -> Source:

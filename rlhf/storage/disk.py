@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,11 +61,16 @@ def write_json(path: Path, value: object) -> None:
 
 def json_value(value: object) -> Any:
     """The value with None for infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: json_value(inner) for name, inner in value.items()}
+    return with_leaves(lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, value)
+
+
+def with_leaves(change: Callable[[Any], object], value: object) -> Any:
+    """A JSON value with `change` of each text, number, truth value and null in it."""
+    if isinstance(value, Mapping):
+        return {name: with_leaves(change, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [json_value(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [with_leaves(change, inner) for inner in value]
+    return change(value)
 
 
 def read_json(path: Path) -> Any:

@@ -74,21 +74,14 @@ def _sha256_of(path: Path, size: int, changed: int) -> str:
 def content_digest(manifest: Mapping[str, object]) -> str:
     """sha256 of a manifest's content without its entry `sha256`, which stores it; independent of the file's layout and
     of how a program writes numbers: 20.0 is 20."""
-    return _digest_as_written({name: _whole_numbers(value) for name, value in manifest.items()})
+    return _digest_as_written(
+        disk.with_leaves(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x, manifest)
+    )
 
 
 def _digest_as_written(manifest: Mapping[str, object]) -> str:
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _whole_numbers(value: object) -> object:
-    """A JSON value, in which every float without a fraction is an int."""
-    if isinstance(value, dict):
-        return {name: _whole_numbers(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_whole_numbers(entry) for entry in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def write_manifest(path: Path, content: Mapping[str, object]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhf import console, plugins
 from rlhf.config.options import RunOptions
+from rlhf.config.parser import leaves
 from rlhf.config.secrets import masked
 from rlhf.storage import disk
 from rlhf.training.trackers import VERDICT, Scalar, TrackedRun, Tracker, open_tracker
@@ -43,7 +44,10 @@ class Reporter:
         """
         path = directory / RUN_IDS
         run_ids: dict[str, str] = disk.read_json(path) if done and path.is_file() else {}
-        config = _flat(masked(options.model_dump(mode="json")))
+        config: dict[str, Any] = {  # lists as JSON
+            name: json.dumps(value) if isinstance(value, list) else value
+            for name, value in leaves(masked(options.model_dump(mode="json")))
+        }
         self.failures: list[str] = []
         self._open: list[_OpenTracker] = []
         for spec in options.report_to:
@@ -117,14 +121,3 @@ def rows_after(metrics_file: Path, done: int) -> Rows:
         for row in disk.json_lines(metrics_file)
         if row.get("kind") and row.get("step", 0) > done
     )
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
-    """Nested options as `section.option`; lists as JSON."""
-    flat: dict[str, Scalar] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = json.dumps(value) if isinstance(value, list) else value
-    return flat

@@ -84,8 +84,8 @@ def test_bad_elements_of_an_array(tmp_path: Path) -> None:
     file.write_text('[{"a": 1}, 3,\n"]", {"a": 2}]')
     assert read(file) == [
         {"a": 1},
-        f"{file}:1: row 2: got a number, {OBJECT}",
-        f"{file}:2: row 3: got text, {OBJECT}",
+        f"{file}: row 2: got a number, {OBJECT}",
+        f"{file}: row 3: got text, {OBJECT}",
         {"a": 2},
     ]
 
@@ -108,19 +108,18 @@ def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 ARRAY = "expected one array of objects"
-END = "expected ',' or ']' and then the end of the file; is it cut off?"
 BROKEN = (
     ("x.json", b'[{"a": 1},\n{"a" 2}]', f":2: not valid JSON: Expecting ':' delimiter at column 6; {ARRAY}"),
     ("x.json", b'[{"a": 1},\n', f":2: not valid JSON: Expecting value at column 1; {ARRAY}"),
     ("x.json", b'[{"a": "b', f":1: not valid JSON: Unterminated string starting at column 8; {ARRAY}"),
-    ("x.json", b'[{"a": 1}\n', f":1: not valid JSON: {END} at column 10; {ARRAY}"),
-    ("x.json", b'[{"a": 1}] 2', f":1: not valid JSON: {END} at column 10; {ARRAY}"),
+    ("x.json", b'[{"a": 1}\n', f":2: not valid JSON: Expecting ',' delimiter at column 1; {ARRAY}"),
+    ("x.json", b'[{"a": 1}] 2', f":1: not valid JSON: Extra data at column 12; {ARRAY}"),
     ("x.json", b'[{"a": 1},]', f":1: not valid JSON: Expecting value at column 11; {ARRAY}"),
-    ("x.json", b"[" * 100_000, f":1: row 1: not valid JSON: nested too deeply; {ARRAY}"),
+    ("x.json", b"[" * 100_000, f": not valid JSON: nested too deeply; {ARRAY}"),
     (
         "x.json",
         b'[{"a": 1},\n{"a": NaN}]',
-        f":2: row 2: not valid JSON: got NaN, expected a finite number or null; {ARRAY}",
+        f": not valid JSON: got NaN, expected a finite number or null; {ARRAY}",
     ),
     ("x.json", b'\xef\xbb\xbf[\n{"a": "\xff"}]', f":2: got byte 0xff at offset 7 of the line, {UTF8}"),
     ("x.csv", b"a,b,a\n1,2,3\n", ":1: got the columns a, b, a, expected a once"),

@@ -257,7 +257,7 @@ def numbers(directory: Path, rows: list[Tree], dtype: str = "fp32") -> tuple[int
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         (folder / "manifest.json").write_text(json.dumps({"hardware": {"dtype": dtype}}))
-        stages.append(diff._stages(directory / name)[1])
+        stages.append(diff.recorded_stages(directory / name)[1])
     count, last, [line] = diff.compare_numbers(*stages)
     return count, last, line
 

@@ -119,7 +119,7 @@ def test_one_false_number_is_enough(
 def test_a_path_without_a_finished_stage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step1_sft").mkdir()
     for path in (tmp_path, tmp_path / "step1_sft"):
-        with pytest.raises(UserError, match="got no finished stage"):
+        with pytest.raises(UserError, match="no stage has recorded metrics there"):
             verify.main([str(path)])
     with pytest.raises(UserError, match="no run is named"):
         verify.main([])

@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_device_is_named_in_full_or_by_the_part_that_only_it_has() -> None:
 def test_processes_on_cpus_share_the_machine(
     devices: int | None, processes: int, local: str | None, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_free_memory", lambda: 8e9)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8e9))
     monkeypatch.setattr(launcher, "cores", lambda: 8)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
@@ -138,7 +139,7 @@ def test_processes_on_cpus_share_the_machine(
 def test_a_laptop_has_not_the_memory_of_the_machine_that_is_planned(
     named: dict[str, object], host: float, assumed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_free_memory", lambda: 8e9)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8e9))
     target = describe_machine(PlanOptions.model_validate(named), 1)
     assert (target.host, target.assumed_host) == (host, assumed)
 

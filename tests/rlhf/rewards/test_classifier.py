@@ -143,7 +143,7 @@ def test_an_empty_response_is_read_too(tmp_path: Path) -> None:
         (",label=2", ["label 2", "0=LABEL_0, 1=LABEL_1"]),
         (",label=-1", ["label -1"]),
         (",label=LABEL_3", ["label 'LABEL_3'", "did you mean 'LABEL_"]),
-        (",label=yes", ["label", "quote the name"]),
+        (",label=yes", ["label", "valid string, got True"]),
         (",label=1,output=odds", ["output", "log_odds"]),
     ],
 )
