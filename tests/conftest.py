@@ -39,31 +39,41 @@ atexit.register(shutil.rmtree, os.environ["RLHF_CACHE"], ignore_errors=True)
 
 FIRST = (
     "rlhf/kernels/test_cpu_operations.py",
-    "rlhf/engine/test_engine.py",
     "rlhf/chain/test_train.py",
+    "rlhf/engine/test_engine.py",
     "options/test_on_two_ranks.py",
+    "rlhf/plan/test_choose.py",
     "options/test_every_option.py",
-    "rlhf/training/test_resume.py",
     "rlhf/kernels/test_compiling.py",
     "rlhf/launch/test_team.py",
     "rlhf/launch/test_launch.py",
-    "rlhf/chain/test_on_a_gpu.py",
     "rlhf/distributed/test_sharding.py",
-    "rlhf/chain/test_errors.py",
-    "contracts/test_sources.py",
-    "rlhf/training/test_going_on_otherwise.py",
-    "rlhf/plan/test_choose.py",
     "rlhf/training/test_going_on.py",
-    "rlhf/generation/test_vllm.py",
     "step3_ppo/test_stage.py",
-    "rlhf/evaluation/test_evaluate.py",
-    "rlhf/plan/test_plan.py",
-    "contracts/test_algorithms.py",
+    "rlhf/chain/test_on_a_gpu.py",
+    "rlhf/chain/test_errors.py",
+    "contracts/test_trunk.py",
+    "rlhf/training/test_resume.py",
     "rlhf/models/test_splitting.py",
-    "contracts/test_generation.py",
     "docs/test_tutorial.py",
+    "rlhf/models/test_peft_directories.py",
+    "rlhf/chain/test_diff.py",
+    "rlhf/generation/test_vllm.py",
+    "rlhf/plan/test_plan.py",
+    "rules/test_devices.py",
 )
-"""Files of 15 seconds and more, the longest first: at the end, one of them would leave a worker without work."""
+"""Files of 10 CPU seconds and more, the longest first: at the end, one of them would leave a worker without work."""
+
+SELDOM = ("ranks", "compiled", "faults", "browser", "vllm", "kernels")
+"""Marks that few files have, and that stand there by name."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m ranks and ...` reads no file without that mark: to import all tests takes ten seconds of each worker."""
+    mark = str(config.option.markexpr).partition(" ")[0]
+    if mark not in SELDOM or collection_path.suffix != ".py":
+        return None
+    return f"pytest.mark.{mark}" not in collection_path.read_text(encoding="utf-8") or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -81,6 +91,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     rank = {tests / name: number for number, name in enumerate(FIRST)}
     assert all(path.is_file() for path in rank), "a file of FIRST is not there"
+    marks = {(item.path, mark.name) for item in items for mark in item.iter_markers() if mark.name in SELDOM}
+    unnamed = [str(path) for path, name in marks if f"pytest.mark.{name}" not in path.read_text(encoding="utf-8")]
+    assert not unnamed, f"a mark of SELDOM does not stand in {unnamed}"
     items.sort(key=lambda item: rank.get(item.path, len(FIRST)))
 
 
