@@ -249,7 +249,8 @@ def test_a_crash_names_the_stage_and_starts_no_later_one(
 
 def test_a_number_that_is_not_finite_is_one_line(tmp_path: Path) -> None:
     options = ["--model", "demo-llama", *DEMO, "--max-eval-rows", "8", "--learning-rate", "1e30"]
-    ended = forked_ranks.finish("step1_sft", *options, "--output-dir", str(tmp_path / "out"))
+    program = ("tests.support.one_process", "step1_sft")
+    ended = forked_ranks.finish(*program, *options, "--output-dir", str(tmp_path / "out"))
     assert 3 in ended.codes and set(ended.codes) <= {3, None}
     first, other = (without_status(error).splitlines() for error in ended.err)
     assert len(first) == 1 and not other
