@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from rlhf.config import yaml_files
+from tests.rules.test_architecture import PACKAGES, PRODUCT, shown, tree
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rlhf", "data", "step1_sft", "step2_reward", "step3_ppo")
-PRODUCT = [*(path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))), ROOT / "train.py"]
 OTHERS = [path for name in ("tests", "benchmarks", "scripts") for path in sorted((ROOT / name).rglob("*.py"))]
 
 # Whole modules that only serve to run what they read.
@@ -29,14 +28,6 @@ EVERY_INTERFACE = ("0.0.0.0", "::")
 KEYWORDS = {"weights_only": False, "trust_remote_code": True, "shell": True, "allow_pickle": True, "verify": False}
 # Where a danger is none: of the template's environment only the parser is used, as a test below shows.
 MEANT = {"rlhf/text/templates.py": {"jinja2 environment"}, "rlhf/pages/page.py": {"jinja2 environment"}}
-
-
-def shown(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def aliases(module: ast.Module) -> dict[str, str]:
