@@ -16,7 +16,8 @@ from data.preview import command as preview
 from rlhf.chain import chat
 from rlhf.chain import command as chain
 from rlhf.evaluation import evaluate
-from tests.support import programs, stages_here
+from rlhf.launch import launcher
+from tests.support import one_process, programs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def test_the_page_from_its_first_command_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(chain, "run_stage", stages_here.run_stage)
+    monkeypatch.setattr(launcher, "run", one_process.run_stage)
     for code, name in re.findall(r"```(?:python|yaml)\n(# ([\w.]+).*?)```", PAGE, re.DOTALL):
         (tmp_path / name).write_text(code, encoding="utf-8")
     typed, done = iter(TYPED), []

@@ -8,7 +8,6 @@ print. On the GPU each stage of a chain is killed in its second step, and goes o
 
 import builtins
 import contextlib
-import importlib
 import io
 import json
 import sys
@@ -26,7 +25,7 @@ from rlhf.launch import launcher
 from rlhf.launch.supervisor import ExitStatus
 from rlhf.models import lm_head, packing
 from rlhf.training import record
-from tests.support import devices
+from tests.support import devices, one_process
 from tests.support.killing import Killed
 
 DATA = ("--data-path", "demo,rows=240", "--chat-template", "human_assistant", "--dtype", "fp32")
@@ -106,7 +105,7 @@ class Stages:
         self._begun.add(words[1])
         try:
             with killed_at(2) if dies else contextlib.nullcontext():
-                return ExitStatus(importlib.import_module(f"{module}.__main__").process(words))
+                return one_process.run_stage(module, words, target)
         except Killed:
             return ExitStatus(1, "killed", crashed=True)
 

@@ -1,4 +1,4 @@
-"""`rlhf diff`: thirty changes of one kind each, each named as the first difference; equal runs, and runs cut short."""
+"""`rlhf diff`: changes of one kind each, each named as the first difference; equal runs, and runs cut short."""
 
 import contextlib
 import json
@@ -76,8 +76,6 @@ REAL: dict[str, tuple[list[Tree], Tree, str]] = {
     "a row less": (ROWS[:-1], {}, "rows: to train on, data_seed 0: 3. rows, .* and 3. rows, "),
     "seed": (ROWS, {"seed": 1}, "options: seed: 0 and 1."),
     "data_seed": (ROWS, {"data_seed": 7}, "options: data_seed: 0 and 7."),
-    "learning rate": (ROWS, {"learning_rate": 2e-3}, "options: learning_rate: 0.001 and 0.002."),
-    "epochs": (ROWS, {"num_train_epochs": 2}, "options: num_train_epochs: 1 and 2."),
     "template": (ROWS, {"chat_template": "../plain.jinja"}, "options: chat_template: human_assistant and "),
     "weights": (ROWS, {"model": "../heavier"}, "options: model: ../model and ../heavier."),
 }  # fmt: skip

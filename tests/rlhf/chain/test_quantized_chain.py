@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from rlhf.chain import command
 from rlhf.hub.short_names import resolve
+from rlhf.launch import launcher
 from rlhf.models.load import load_causal_lm
 from rlhf.text.encoder import id_count
 from rlhf.text.tokenizer import load_tokenizer
-from tests.support import programs, stages_here
+from tests.support import one_process, programs
 
 SMALL = [
     *("--data-path", "demo,rows=400", "--sft.num-train-epochs", "1", "--reward.num-train-epochs", "1"),
@@ -27,7 +28,7 @@ SMALL = [
 def test_all_stages_train_adapters_over_quantised_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "run_stage", stages_here.run_stage)
+    monkeypatch.setattr(launcher, "run", one_process.run_stage)
     train = programs.runner("train.py", command.main, monkeypatch, capsys)
     start = tmp_path / "start"
     tokenizer = load_tokenizer(resolve("demo-llama"))

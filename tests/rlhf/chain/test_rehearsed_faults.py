@@ -16,7 +16,7 @@ from rlhf.training import run
 from step1_sft.config import SFTConfig
 from step2_reward.config import RewardConfig
 from step3_ppo import algorithm_options
-from tests.support import stages_here
+from tests.support import killing
 
 SMALL: dict[str, Any] = {
     "data_path": ("demo,rows=400",), "chat_template": "human_assistant", "max_prompt_length": 24, "max_length": 48,
@@ -37,7 +37,7 @@ def run_here(todo: dict[int, Any]) -> tuple[int, ExitStatus] | None:
     """In place of `rlhf.chain.command.run_all`."""
     for step, options in todo.items():
         try:
-            stages_here.run_stage(step, options, None)
+            killing.run(options)
         except (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             return step, ExitStatus(1, str(error))
     return None
