@@ -74,7 +74,7 @@ def unknown(folder: str, name: str) -> UserError:
     """The error that there is no such plug-in, with what there is."""
     method, available = METHODS.get(plain(name)), names(folder)
     if method is not None:
-        return UserError(f"no '{name}' in {folder}: here {method}")
+        return UserError(f"no '{name}' in {folder}; write {method}")
     return UserError(f"no '{name}' in {folder}; have {', '.join(available)}{suggest(plain(name), available)}")
 
 

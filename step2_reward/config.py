@@ -8,7 +8,7 @@ from rlhf.config.declaration import Curve, Declaration, Invariant, ModelWords, R
 from rlhf.config.options import ModelPath
 from rlhf.supervised.options import SupervisedOptions
 
-BASELINES = (("eval_words_rule", "a bag of words"), ("eval_length_rule", "the greater length"))
+BASELINES = (("eval_words_rule", "a bag of words"), ("eval_length_rule", "the longer response"))
 LOGISTIC = Runs("objective", ("pairwise", "every_token"))
 """runs whose loss is that of Bradley and Terry; the scores and the loss of another objective may have another scale"""
 PAIRWISE = Runs("objective", ("pairwise",))
@@ -31,7 +31,7 @@ STAGE = Declaration(
             Curve("Speed", ("tokens_per_second",)),
         ),
         results=(
-            Result("eval_accuracy", "held-out pairs in the right order", share=True, baselines=BASELINES),
+            Result("eval_accuracy", "accuracy on held-out pairs", share=True, baselines=BASELINES),
             Result("eval_loss", "Bradley-Terry loss on held-out pairs"),
         ),
         # The head is drawn so that scores are about N(0, 1): E log(1 + exp(-gap)) is between ln 2 and ln 2 + 2/8.

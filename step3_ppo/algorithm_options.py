@@ -114,7 +114,7 @@ class BestOfNConfig(Step3Config):
     @classmethod
     def _refuse_score_scaling(cls, value: object) -> object:
         if value:
-            raise ValueError("expected no change of scores; only the order of the scores of one prompt matters here")
+            raise ValueError("has no effect on best_of_n, which only orders the scores of a prompt; remove it")
         return value
 
 

@@ -78,9 +78,9 @@ STAGE = Declaration(
             Result("eval_judge_flipped", "verdicts of the judge that change with the order", share=True),
             Result("eval_judge_unread", "responses without a score of the judge", share=True),
             Result("eval_response_length", "response length, tokens"),
-            Result("eval_ended", "responses that end", share=True),
-            Result("eval_distinct_2", "distinct pairs of tokens", share=True),
-            Result("eval_ref_nll", "nats per token under the reference"),
+            Result("eval_ended", "responses that end with EOS", share=True),
+            Result("eval_distinct_2", "distinct bigrams", share=True),
+            Result("eval_ref_nll", "negative log-likelihood under the reference, nats per token"),
             Result("eval_perplexity", "perplexity of demonstrations", cost=True),
             Result("eval_choices", "multiple choice, right answers", share=True, cost=True),
         ),
@@ -329,12 +329,12 @@ class Step3Config(DataOptions, IterationOptions, UpdateOptions, PtxOptions, Scor
             return self
         if self.num_ppo_epochs * self.num_mini_batches > 1:
             raise ValueError(
-                "rescore off: expected num_ppo_epochs 1 and num_mini_batches 1; later steps have another policy"
+                "--no-rescore: expected --num-ppo-epochs 1 and --num-mini-batches 1, as later steps have another policy"
             )
         if self.critic_model == SHARED:
-            raise ValueError("rescore off: expected no critic_model shared, whose values come from the same pass")
+            raise ValueError(f"--no-rescore: got --critic-model {SHARED}, whose values need that pass; remove one")
         if plugins.parse_spec(self.rollout_backend)[0] != "loop":
-            raise ValueError(f"rescore off: expected rollout_backend loop, got {self.rollout_backend}, another sampler")
+            raise ValueError(f"--no-rescore: got --rollout-backend {self.rollout_backend}, expected loop")
         return self
 
     @model_validator(mode="after")

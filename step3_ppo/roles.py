@@ -181,7 +181,7 @@ def notes(config: Step3Config, table: Sequence[Role]) -> Iterator[str]:
         changed = {name: getattr(config, name) for name in ("critic_model", *rate)}
         names = [f"{k} {v}" for k, v in changed.items() if v != Step3Config.model_fields[k].default]
         if names:
-            yield f"without effect, because {config.algorithm} has no critic: {', '.join(names)}"
+            yield f"no effect, as {config.algorithm} has no critic: {', '.join(names)}"
     elif critic.of is not None:
         yield f"the critic is a new value head on the actor (--critic-model {SHARED})"
     else:

@@ -191,8 +191,8 @@ def describe_left_out(prompts: int, config: Step3Config) -> None:
     size = config.batch_size // config.num_generations
     if prompts % size and iterations(config) >= prompts // size:
         console.say(
-            f"{STAGE.name}: each pass over the {prompts} prompts leaves out {prompts % size}, others each time, "
-            f"because an iteration takes {size}"
+            f"{STAGE.name}: each pass over the {prompts} prompts skips {prompts % size}, different ones each "
+            f"time, because an iteration takes {size}"
         )
 
 

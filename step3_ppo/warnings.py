@@ -317,7 +317,7 @@ RULES = (
         "truncated",
         ("truncated",),
         partial(_above, "truncated", 0.95),
-        "hardly a response writes its EOS: raise --response-length, set --missing-eos-penalty, "
+        "few responses end with EOS: raise --response-length, set --missing-eos-penalty, "
         "or train step 1 on responses that end",
     ),
     Rule(

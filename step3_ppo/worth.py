@@ -71,7 +71,7 @@ def measure(
     saved = collectives.gather_objects(read_scores(path, len(first)) if collectives.is_main() else None)[0]
     if saved is not None and saved.shape == (*first.shape, more + 1) and _alike(saved[:, :, 0], first):
         return saved
-    console.status(f"{STAGE.name}: {p * more} more responses before training, with which the result is compared")
+    console.status(f"{STAGE.name}: sampling {p * more} more responses before training, to compare with best-of-n")
     rows = [i for i in collectives.rows_of_rank(p) for _ in range(more)]
     sampled = learner.sample(evaluation, rows, AT_START)
     with random_sources.apart(config.seed):

@@ -309,9 +309,11 @@ def match_shape(
         as_is = f", or to read them as they are files,shape={shapes[0].name}:PATH" if shapes else ""
         return f"got the columns {column_names(columns)}; write {mapping}{as_is}"
     if not shapes:
-        known = "; ".join(format.columns for format in FORMATS if format not in LABELLED)
-        expected = f"those of shape={name}: {', '.join(name.split('-'))}" if name else f"one of: {known}"
-        cure = "or map the columns: files,prompt=COLUMN,response=COLUMN:PATH"
+        required = name.split("-") if name else ["prompt", "chosen", "rejected"]
+        mapping = ",".join(f"{column}=COLUMN" for column in required)
+        expected = f"those of shape={name}: {', '.join(required)}" if name else "those of a shape of docs/data.md"
+        pairs, demonstrations = ("", "") if name else (" (pairs)", " or files,prompt=COLUMN,response=COLUMN:PATH")
+        cure = f"map the columns: files,{mapping}:PATH{pairs}{demonstrations}"
         return f"got the columns {column_names(columns)}; expected {expected}; {cure}"
     present = available & {*SIDES}
     if name is None and len(present) == 1 and shapes[0].responses == NO_RESPONSE:

@@ -262,7 +262,7 @@ def _run(command: Command, program: str, ranks: Any) -> ChainConfig | None:
             processes = 1 if chain.devices else resolve_deployment(chain).processes
         except UserError as error:
             raise UserError(f"{error}; to plan for another machine, --devices N --device KIND in its place") from None
-        print(planning.forecast(chain, processes, program, command.typed))
+        print(command.note + planning.forecast(chain, processes, program, command.typed))
         return None
     from rlhf.storage import manifests
 

@@ -65,7 +65,7 @@ def gone() -> Mapping[str, Any]:
 
 
 def answer(name: str, available: Sequence[str]) -> str:
-    """`: here --micro-batch-size; batch sizes are global ...` for an option name of another project, else an empty
+    """`: here it is --micro-batch-size; batch sizes ...` for an option name of another project, else an empty
     string. For an option with a section, `sft.lr`, an option of that section is preferred."""
     section, _, last = name.rpartition(".")
     if last not in foreign():
@@ -80,7 +80,7 @@ def answer(name: str, available: Sequence[str]) -> str:
     first = names.split()[0]
     other_program = f"--{first} of `train`" if "." in first else f"--{first} of another stage"
     suggestion = " or ".join(f"--{option}" for option in options) or other_program
-    return f": here {suggestion}" + (f"; {note}" if note else "")
+    return f": here it is {suggestion}" + (f"; {note}" if note else "")
 
 
 def _same_name(candidate: str, available: Sequence[str]) -> list[str]:

@@ -113,7 +113,7 @@ def _choose_slots(options: LaunchOptions, most: int) -> dict[str, list[int]]:
         if NAME.fullmatch(host) is None:
             raise UserError(f"{subject}: got the host '{host}', expected a name or an address")
     if (options.num_nodes or 0) > len(chosen):
-        raise UserError(f"--num-nodes {options.num_nodes}: there are {len(chosen)} hosts: {', '.join(chosen)}")
+        raise UserError(f"--num-nodes {options.num_nodes}: expected at most {len(chosen)}: {', '.join(chosen)}")
     chosen = runner.apply_num_nodes_and_gpus(chosen, options.num_nodes or -1, options.num_gpus or -1)
     return dict(chosen)
 

@@ -177,7 +177,7 @@ def require_context(path: str, tokens: int) -> None:
     if tokens > limit:
         raise UserError(
             f"model '{path}': its context is {limit} tokens, but sequences may have {tokens}; "
-            "lower --max-length, --max-prompt-length or --response-length"
+            "lower --max-length, or in step 3 --max-prompt-length or --response-length"
         )
 
 

@@ -58,8 +58,8 @@ def _common(stage: StageRecord) -> Iterator[Checked]:
     name, losses = stage.directory.name, stage.declaration.losses
     steps = [row for row in stage.of_kind("train") if not row.get("skipped")]
     yield Checked(
-        name, "steps whose loss is no number", sum(row.get(x, 0) is None for row in steps for x in losses), 0, 0
+        name, "steps with a loss that is not finite", sum(row.get(x, 0) is None for row in steps for x in losses), 0, 0
     )
     if stage.data is not None and "cut_alike" in stage.data.get("train", {}):
-        title = "training rows whose prompt may serve another stage"
+        title = "training rows whose prompt may belong to another stage"
         yield Checked(name, title, stage.data["train"]["cut_alike"], 0, 0)

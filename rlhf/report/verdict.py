@@ -211,7 +211,7 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
             sentences.append(f"{power(change.prompts, deviation)}.")
     row, kl, half = _distance(stage)
     if row is not None:
-        sentences.append(f"It is {_with_half(kl, half)} nats per response away from its reference (KL).")
+        sentences.append(f"KL from the reference: {_with_half(kl, half)} nats per response.")
     costs = [_cost(stage, change) for change in changes(stage) if change.result.cost and change.before is not None]
     return sentences + ([f"Cost: {'; '.join(costs)}."] if costs else [])
 
@@ -236,7 +236,8 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         most = number(row, "eval_best_of")
         if n and most:
             samples = "one" if n == 1 else _samples(n, most)
-            between = "" if low == high else f" (between {_samples(low, most)} and {_samples(high, most)})"
+            end = "" if high >= most else f" to {_samples(high, most)}"
+            between = "" if low == high else f" (95 %: {_samples(low, most)}{end or ' or more'})"
             rest = "" if parts else " from the policy before training and keep the best"
             parts.append(f"by the {change.result.label}, draw {samples}{between}{rest}")
     last, kl, _ = _distance(stage)
@@ -261,8 +262,8 @@ def _enough(row: Row, metric: str, kl: float) -> str:
     far = efficiency + (half or 0.0) < NEAR
     closer = " Half the learning rate and four times the episodes come closer." if far else ""
     return (
-        f"Best-of-n has this score at a KL of {short(best_of_n.kl(n))} nats{more}; at the tuned policy's KL the gain "
-        f"is {at_most}{ratio} of that of best-of-n.{closer}"
+        f"Best-of-n needs a KL of {short(best_of_n.kl(n))} nats{more} for this score. At the tuned policy's KL, the "
+        f"gain is {at_most}{ratio} times that of best-of-n.{closer}"
     )
 
 

@@ -87,7 +87,7 @@ def render_report(runs: Sequence[RunRecord], declarations: Sequence[Declaration]
         going=f"{time.strftime('%Y-%m-%d %H:%M:%S')}, after {_progress(runs)}" if going else "",
         sections=sections,
         footer="Written by rlhf report. Intervals are 95 %. Every number is in metrics.jsonl and manifest.json of its "
-        "stage. Times begin when a stage opens metrics.jsonl: starting Python and reading the data are not in them.",
+        "stage. Times exclude starting Python and reading the data.",
         summaries=[_summary(run, number % COLOURS) for number, run in enumerate(runs)],
         stages=stage_figures[::-1],
         samples=samples,
@@ -152,7 +152,7 @@ def _sample_figures(samples: SampleTable) -> list[Chart]:
 
 
 def _warnings(runs: Sequence[RunRecord]) -> Iterable[WarningRow]:
-    meanings = read_meanings()
+    meanings = read_meanings("Warnings of step 3")  # some have the name of a metric
     for run in runs:
         for stage in run.stages:
             for row in stage.of_kind("warning"):

@@ -72,7 +72,7 @@ def test_the_critic_starts_from_a_model_with_the_actors_tokens(
     ("changes", "line"),
     [
         ({}, None),
-        ({"critic_learning_rate": 1e-4}, "without effect, because grpo has no critic: critic_learning_rate 0.0001"),
+        ({"critic_learning_rate": 1e-4}, "no effect, as grpo has no critic: critic_learning_rate 0.0001"),
     ],
 )
 def test_options_of_a_critic_that_there_is_not(changes: dict[str, float], line: str | None) -> None:

@@ -147,5 +147,7 @@ def test_prompts_that_a_pass_leaves_out_are_named(
 ) -> None:
     options = plugins.find("step3_ppo.algorithms", "rloo").Config
     stage.describe_left_out(prompts, options(batch_size=64, num_generations=2, total_episodes=episodes))
-    line = "step3_ppo: each pass over the 100 prompts leaves out 4, others each time, because an iteration takes 32\n"
+    line = (
+        "step3_ppo: each pass over the 100 prompts skips 4, different ones each time, because an iteration takes 32\n"
+    )
     assert capsys.readouterr().out == line * said

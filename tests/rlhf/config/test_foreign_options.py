@@ -41,7 +41,7 @@ def test_a_foreign_option_is_refused_with_ours(name: str) -> None:
     if not ours:
         assert line == f"no option '--{name}': {note}; see --help"
         return
-    shown = re.match(rf"no option '--{name}': here (--\S+?)(?: or --\S+?)*(?:; |$)", line)
+    shown = re.match(rf"no option '--{name}': here it is (--\S+?)(?: or --\S+?)*(?:; |$)", line)
     assert shown and shown[1][2:] in KNOWN
     assert line.endswith(f"{note}; see --help" if note else "; see --help")
 
@@ -81,5 +81,5 @@ def test_a_file_of_before_may_have_the_default_of_what_is_gone(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["Neptune", "visdom"])
 def test_trackers_that_went_have_an_answer(name: str) -> None:
-    with pytest.raises(UserError, match=rf"^no '{name}' in rlhf.training.trackers: here a tracker of yours"):
+    with pytest.raises(UserError, match=rf"^no '{name}' in rlhf.training.trackers; write a tracker of yours"):
         plugins.find("rlhf.training.trackers", name)

@@ -184,7 +184,7 @@ def test_a_stage_whose_input_was_made_again_has_no_verdict(tmp_path: Path) -> No
     recorded_runs.finish(tmp_path / "step3_ppo", inputs=inputs)
     for digest, words in {
         "1st": "The policy got better. By the judge",
-        "2nd": "step2_reward: held-out pairs in the right order 150 % → 75 %. `step3_ppo` is stale: `step2_reward`, ",
+        "2nd": "step2_reward: accuracy on held-out pairs 150 % → 75 %. `step3_ppo` is stale: `step2_reward`, ",
     }.items():
         recorded_runs.finish(tmp_path / "step2_reward", sha256=digest)
         [run] = read_runs([str(tmp_path)], DECLARATIONS)
@@ -205,7 +205,7 @@ def test_the_verdict_on_a_stage_in_words(tmp_path: Path) -> None:
     out = recorded_runs.run(tmp_path / "run", (1.0, -0.5))
     sft, reward, ppo = (stage_verdict(out / each.name, each) for each in DECLARATIONS)
     assert sft == "step1_sft: perplexity of held-out responses 8 → 4."
-    assert reward == "step2_reward: held-out pairs in the right order 75 %; Bradley-Terry loss on held-out pairs 0.5."
+    assert reward == "step2_reward: accuracy on held-out pairs 75 %; Bradley-Terry loss on held-out pairs 0.5."
     headline, judged, *_, caution = ppo.split("\n\n")
     assert headline == "The policy got worse." and "0.35 → −0.15 on 8 held-out prompts" in judged
     assert caution == "But: The score rose while the judge fell: the policy exploits its reward (over-optimisation)."

@@ -55,7 +55,7 @@ def test_an_invariant_that_does_not_hold_is_shown(tmp_path: Path) -> None:
     assert re.search(r"<summary>(\d+) of \1 invariants hold", page)
     with_row(out / "step3_ppo", first_ratio_std=0.06)
     with_row(out / "step2_reward", loss=None)
-    assert broken(out) == {"step3_ppo: first ratio is 1", "step2_reward: steps whose loss is no number"}
+    assert broken(out) == {"step3_ppo: first ratio is 1", "step2_reward: steps with a loss that is not finite"}
     assert "does not hold" in render_report(read_runs([str(out)], DECLARATIONS), DECLARATIONS)
 
 

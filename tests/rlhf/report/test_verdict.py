@@ -17,22 +17,22 @@ from tests.support import recorded_runs
     [
         (  # 2.83 = ln 45.2 - 44.2 / 45.2; the run's KL is 3.035
             (45.2, 31.0, 60.0, 50.0, 35.4, 64.0, 0.91),
-            "draw 45 (between 31 and 60) from the policy before training and keep the best; by the judge, draw 50 "
-            "(between 35 and 64 or more).",
-            "KL of 2.83 nats; at the tuned policy's KL the gain is 0.910 ± 0.050 of that",
+            "draw 45 (95 %: 31 to 60) from the policy before training and keep the best; by the judge, draw 50 "
+            "(95 %: 35 or more).",
+            "KL of 2.83 nats for this score. At the tuned policy's KL, the gain is 0.910 ± 0.050 times that",
         ),
         (
             (2.38, 1.5, 3.0, 1.0, 1.0, 1.0, 0.31),
-            "draw 2.4 (between 1.5 and 3) from the policy before training and keep the best; by the judge, draw one.",
-            "KL of 0.287 nats; at the tuned policy's KL the gain is 0.310 ± 0.050 of that of best-of-n. "
+            "draw 2.4 (95 %: 1.5 to 3) from the policy before training and keep the best; by the judge, draw one.",
+            "At the tuned policy's KL, the gain is 0.310 ± 0.050 times that of best-of-n. "
             "Half the learning rate and four times the episodes come closer.",
         ),
         (
             (64.0, 64.0, 64.0, None, None, None, 1.2),
             "draw 64 or more from the policy before training and keep the best.",
-            "KL of 3.17 nats or more; at the tuned policy's KL the gain is 1.200 ± 0.050 of that",
+            "KL of 3.17 nats or more for this score. At the tuned policy's KL, the gain is 1.200 ± 0.050 times that",
         ),
-        ((1.0, 1.0, 1.5, None, None, None, -0.1), "draw one (between 1 and 1.5) from the policy before", ""),
+        ((1.0, 1.0, 1.5, None, None, None, -0.1), "draw one (95 %: 1 to 1.5) from the policy before", ""),
     ],
 )
 def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str, tmp_path: Path) -> None:
