@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,12 +73,8 @@ def read_runs(paths: Sequence[str], declarations: Sequence[Declaration]) -> list
     Raises: UserError for a directory without a stage that has recorded anything.
     """
     directories = [Path(path) for path in dict.fromkeys(paths)]
-    parts = [directory.resolve().parts for directory in directories]
-    common = 0
-    while len(parts) > 1 and all(len(p) > common + 1 and p[common] == parts[0][common] for p in parts):
-        common += 1
-    names = ["/".join(p[common:]) if len(parts) > 1 else p[-1] for p in parts]
-    return [_read_run(name, path, declarations) for name, path in zip(names, directories, strict=True)]
+    base = os.path.commonpath([directory.resolve().parent for directory in directories])
+    return [_read_run(str(path.resolve().relative_to(base)), path, declarations) for path in directories]
 
 
 def _read_run(name: str, path: Path, declarations: Sequence[Declaration]) -> RunRecord:
