@@ -2,8 +2,17 @@
 
 from pathlib import Path
 
+import pytest
+
 from rlhf.chain import command, planning
 from tests.support import tiny
+
+
+def test_a_plan_without_a_model_says_that_it_is_for_the_demos(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command.main(["--plan", "--steps", "1", "--data-path", "mine.jsonl", "--output-dir", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("no --actor-model: this trains the demo's tiny model")
 
 
 def test_a_plan_counts_what_earlier_stages_have_trained(tmp_path: Path) -> None:

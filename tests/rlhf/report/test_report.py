@@ -273,9 +273,11 @@ def test_warnings_have_their_meaning_and_cure(tmp_path: Path) -> None:
     row = {"kind": "warning", "step": 4, "seconds": 1.0, "name": "over_optimisation", "advice": "raise <it>"}
     with (out / "step3_ppo/metrics.jsonl").open("a") as file:
         file.write(json.dumps(row | {"numbers": {"eval_judge": 0.25, "best": None}}) + "\n")
+        # truncated is the name of a metric too
+        file.write(json.dumps(row | {"name": "truncated", "numbers": {"truncated": 0.96}}) + "\n")
     page = Reader(rendered(out))
     meaning = meanings.read_meanings()["over_optimisation"].meaning
-    assert re.sub("`", "", meaning) in page.text
+    assert re.sub("`", "", meaning) in page.text and "When: truncated above the limit" in page.text
     assert "What to do: raise <it>." in page.text and "eval_judge 0.25" in page.text
 
 
