@@ -48,6 +48,10 @@ class Config(TableConfig):
     """column of the better response"""
     rejected: str | None = None
     """column of the worse response"""
+    rejected_response: str | None = None
+    """column of the worse response, beside a dialogue that ends in the better one"""
+    rejected_messages: str | None = None
+    """column of the dialogue that ends in the worse response, beside such a dialogue"""
     response_a: str | None = None
     """column of the first of two responses"""
     response_b: str | None = None

@@ -10,7 +10,6 @@ import pytest
 
 from data.read.formats import read_records
 from data.read.records import Skipped
-from data.read.shapes import FORMATS
 from rlhf.errors import UserError
 from rlhf.plugins import build
 
@@ -193,13 +192,12 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path}/x.jsonl: cannot be read: No such file or directory"
 
 
-LISTED = [row.columns for row in FORMATS if "label" not in row.following]
 ROWS = (
     ('{"prompt": null, "response": "x"}', "prompt: got null, expected text"),
     (
         '{"question": "x"}',
-        f"got the columns question; expected one of: {'; '.join(LISTED)}; or map the columns: "
-        "files,prompt=COLUMN,response=COLUMN:PATH",
+        "got the columns question; expected those of a shape of docs/data.md; map the columns: "
+        "files,prompt=COLUMN,chosen=COLUMN,rejected=COLUMN:PATH (pairs) or files,prompt=COLUMN,response=COLUMN:PATH",
     ),
 )
 

@@ -75,7 +75,7 @@ def test_mistakes_in_a_mapping() -> None:
         "no column 'qestion' (prompt=qestion) (did you mean 'question'?); have question, good"
     )
     assert parse_error(record, prompt="question", chosen="good").startswith(
-        "got the columns prompt, chosen; expected one of: prompt/"
+        "got the columns prompt, chosen; expected those of a shape of docs/data.md; map the columns: files,prompt=COLUMN,"
     )
     with pytest.raises(UserError, match=r"^data.sources.files: no option 'promt' \(did you mean 'prompt'\?\); have "):
         build("data.sources", "files,promt=x", "x.csv")
@@ -95,7 +95,7 @@ def test_the_shape_is_named_where_two_fit() -> None:
         (Message("user", "m"),), "n", None, "m", {"prompt": "q", "response": "x"}
     )
     assert parse_error({"prompt": "q"}, shape="messages").startswith(
-        "got the columns prompt; expected those of shape=messages: messages; or map the columns"
+        "got the columns prompt; expected those of shape=messages: messages; map the columns"
     )
 
 
