@@ -75,7 +75,7 @@ def test_mistakes_in_a_mapping() -> None:
         "no column 'qestion' (prompt=qestion) (did you mean 'question'?); have question, good"
     )
     assert parse_error(record, prompt="question", chosen="good").startswith(
-        "got the columns prompt, chosen; expected those of a shape of docs/data.md; map the columns: files,prompt=COLUMN,"
+        "got the columns prompt, chosen; expected those of a shape of docs/data.md; map the columns: files,"
     )
     with pytest.raises(UserError, match=r"^data.sources.files: no option 'promt' \(did you mean 'prompt'\?\); have "):
         build("data.sources", "files,promt=x", "x.csv")
