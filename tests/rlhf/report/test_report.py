@@ -262,8 +262,8 @@ def test_every_kind_of_run_has_a_report(tmp_path: Path) -> None:
     assert [(each.shown(each.before), each.shown(each.after), each.shown_half_width) for each in start] == [
         ("0.35", UNKNOWN, "")
     ]
-    assert "step3_ppo has no evaluation after training yet." in text
-    assert "step3_ppo is unfinished: 1 steps are recorded" in text
+    for line in ("step3_ppo has no evaluation after training yet.", "step3_ppo is unfinished: 1 steps are recorded"):
+        assert line in text
     with pytest.raises(UserError, match="no stage has recorded metrics there; expected the --output-dir of a run"):
         rendered(tmp_path)
 
@@ -273,11 +273,10 @@ def test_warnings_have_their_meaning_and_cure(tmp_path: Path) -> None:
     row = {"kind": "warning", "step": 4, "seconds": 1.0, "name": "over_optimisation", "advice": "raise <it>"}
     with (out / "step3_ppo/metrics.jsonl").open("a") as file:
         file.write(json.dumps(row | {"numbers": {"eval_judge": 0.25, "best": None}}) + "\n")
-        # truncated is the name of a metric too
         file.write(json.dumps(row | {"name": "truncated", "numbers": {"truncated": 0.96}}) + "\n")
     page = Reader(rendered(out))
-    meaning = meanings.read_meanings()["over_optimisation"].meaning
-    assert re.sub("`", "", meaning) in page.text and "When: truncated above the limit" in page.text
+    assert re.sub("`", "", meanings.read_meanings()["over_optimisation"].meaning) in page.text
+    assert "When: truncated above the limit" in page.text
     assert "What to do: raise <it>." in page.text and "eval_judge 0.25" in page.text
 
 
@@ -375,9 +374,8 @@ def test_a_report_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert verdict.startswith("The policy got better. By the judge `my_judge.py:score` (no stage trained on it): ")
     assert path == f"report: {out}/report.html"
     (out / "step3_ppo/metrics.jsonl").write_text('{"kind": "train", "step": "three", "seconds": 0, "score": 1}\n')
-    warning = report.write_at_end(str(out))
+    [warning] = report.write_at_end(str(out)).split("\n")
     assert warning.startswith(f"warning: {out}: no report can be made of the files there (ValueError: ")
-    assert "\n" not in warning
 
 
 FOREIGN: dict[str, str] = {
