@@ -48,9 +48,9 @@ class Config(TableConfig):
     """column of the better response"""
     rejected: str | None = None
     """column of the worse response"""
-    rejected_response: str | None = None
+    rejected_response: str | None = Field(None, repr=False)
     """column of the worse response, beside a dialogue that ends in the better one"""
-    rejected_messages: str | None = None
+    rejected_messages: str | None = Field(None, repr=False)
     """column of the dialogue that ends in the worse response, beside such a dialogue"""
     response_a: str | None = None
     """column of the first of two responses"""

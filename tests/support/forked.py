@@ -15,6 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rlhf.launch.rank_variables import RANK_VARIABLES
 from tests.support.disk import skip_fsync
 
 LIBRARIES = [
@@ -47,11 +48,13 @@ def text(output: Path) -> tuple[str, str]:
     return out, error
 
 
-def python(*words: str, cwd: Path | None = None, timeout_s: float = 600.0) -> subprocess.CompletedProcess[str]:
+def python(
+    *words: str, cwd: Path | None = None, timeout_s: float = 600.0, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
     """What `python words` does in `cwd`, to its end."""
     with TemporaryDirectory() as folder:
         output = Path(folder) / "0"
-        child = process(words, os.environ, output, Path.cwd() if cwd is None else cwd)
+        child = process(words, environment, output, Path.cwd() if cwd is None else cwd)
         child.start()
         try:
             child.join(timeout_s)
@@ -65,8 +68,10 @@ def python(*words: str, cwd: Path | None = None, timeout_s: float = 600.0) -> su
 
 
 def program(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """What `python -m words` does, with the stages that it starts in the same process."""
-    return python("-m", "tests.support.one_process", *words, cwd=cwd)
+    """What `python -m words` does, with the stages that it starts in the same process. It is no rank, whatever
+    DeepSpeed has left in the environment of the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return python("-m", "tests.support.one_process", *words, cwd=cwd, environment=environment)
 
 
 def _run(words: tuple[str, ...], environment: dict[str, str], output: Path, folder: Path) -> None:

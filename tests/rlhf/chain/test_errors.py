@@ -136,7 +136,7 @@ def test_the_home_directory_has_a_name(
         (
             {"picture": "a"},
             "",
-            ["data.jsonl:1", "got the columns picture", "chosen, rejected", "none of the first 1000"],
+            ["data.jsonl:1", "got the columns picture", "chosen=COLUMN,rejected=COLUMN", "none of the first 1000"],
         ),
         (
             {"prompt": "a", "response": "b"},
