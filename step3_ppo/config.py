@@ -59,7 +59,7 @@ STAGE = Declaration(
             Curve("Response length", ("response_length", "eval_response_length")),
             Curve("Truncated responses", ("truncated",)),
             Curve("Entropy", ("entropy",)),
-            Curve("Distinct pairs of tokens", ("distinct_2", "eval_distinct_2")),
+            Curve("Distinct bigrams", ("distinct_2", "eval_distinct_2")),
             Curve("Repeated 4-grams", ("repeated_4_grams",)),
             Curve("Explained variance of the critic", ("explained_variance",), (0.0, ""), lowest=-1.0),
             Curve("Value loss", ("value_loss",)),

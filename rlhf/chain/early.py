@@ -4,7 +4,7 @@ missing files. What is not plain is left to the checks that follow. Torch-free."
 import re
 from pathlib import Path
 
-from data.config import FILE_TYPES, SUFFIXES
+from data.config import SUFFIXES
 from rlhf import plugins
 from rlhf.chain.options import SECTIONS, ChainConfig
 from rlhf.chain.stages import STAGES
@@ -49,7 +49,7 @@ def _refuse_missing_files(chain: ChainConfig) -> None:
         if not file or Path(file[1].lower().removesuffix(".gz")).suffix not in SUFFIXES:
             continue
         if not Path(path).exists() and not Path(file[1]).expanduser().exists():
-            raise UserError(f"{stage}{file[1]}: no such file or directory; expected {FILE_TYPES}")
+            raise UserError(f"{stage}{file[1]}: no such file or directory")
     model = getattr(options, "model", None) or getattr(options, "actor_model", None) or ""
     if LOCAL_MODEL.fullmatch(model) and not Path(model).exists():
         raise UserError(f"{stage}{model}: no such directory; expected a model directory, a hub id or a .yaml file")

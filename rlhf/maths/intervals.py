@@ -89,7 +89,7 @@ def power(prompts: int, deviation: float | None = None) -> str:
     smaller = unit * max(step for step in (1, 2, 5) if step * unit <= gain * 0.8)
     of = " standard deviations" if deviation is None else ""
     needed = math.ceil((factor / smaller) ** 2)
-    detected = f"{prompts:,} prompts detect a gain of {gain:.2g}{of} in 4 of 5 runs"
+    detected = f"{prompts:,} prompts detect a gain of {gain:.2g}{of} with 80 % power"
     return f"{detected}; a gain of {smaller:.2g} needs {needed:,} prompts"
 
 

@@ -203,8 +203,8 @@ def _evidence(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         ties = change.prompts - change.wins - change.losses
         sentences.append(
             f"By the {change.result.label}{source} ({trained}): {_from_to(change)} on {change.prompts} held-out "
-            f"prompts, a mean gain of {change.shown_gain}. Higher on {change.wins}, lower on {change.losses}, "
-            f"equal on {ties}."
+            f"prompts, a mean gain of {change.shown_gain}. Higher on {change.wins}, equal on {ties}, "
+            f"lower on {change.losses}."
         )
         if len(sentences) == 1 and change.gain is not None and change.gain.half_width > 0:
             deviation = change.gain.half_width / student_t(change.prompts - 1) * change.prompts**0.5
@@ -235,20 +235,20 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         n, low, high = (number(row, f"{metric}_worth_{name}") or 0.0 for name in ("best_of", "low", "high"))
         most = number(row, "eval_best_of")
         if n and most:
-            samples = "one" if n == 1 else _samples(n, most)
-            end = "" if high >= most else f" to {_samples(high, most)}"
-            between = "" if low == high else f" (95 %: {_samples(low, most)}{end or ' or more'})"
-            rest = "" if parts else " from the policy before training and keep the best"
-            parts.append(f"by the {change.result.label}, draw {samples}{between}{rest}")
+            samples = "one" if n == 1 else "at least " * (n >= most) + _number(n)
+            end = f"at least {_number(low)}" if high >= most else f"{_number(low)} to {_number(high)}"
+            between = "" if low == high else f" (95 %: {end})"
+            parts.append(f"{samples}{between} by the {change.result.label}")
     last, kl, _ = _distance(stage)
     enough = [_enough(last or {}, x.result.metric, kl) for x in compared if not x.result.independent]
-    worth = [f"To match one response of the tuned policy {'; '.join(parts)}."] if parts else []
+    drawn = "draw several from the policy before training and keep the one with the best score"
+    worth = [f"To match one response of the tuned policy, {drawn}: {'; '.join(parts)}."] if parts else []
     return [*worth, *filter(None, enough)]
 
 
-def _samples(n: float, most: float) -> str:
-    """The n of best-of-n in words; the curve ends at `most`."""
-    return f"{most:.0f} or more" if n >= most else f"{n:.0f}" if n >= 10 else f"{n:.1f}".removesuffix(".0")
+def _number(n: float) -> str:
+    """The n of best-of-n."""
+    return f"{n:.0f}" if n >= 10 else f"{n:.1f}".removesuffix(".0")
 
 
 def _enough(row: Row, metric: str, kl: float) -> str:
@@ -262,8 +262,8 @@ def _enough(row: Row, metric: str, kl: float) -> str:
     far = efficiency + (half or 0.0) < NEAR
     closer = " Half the learning rate and four times the episodes come closer." if far else ""
     return (
-        f"Best-of-n needs a KL of {short(best_of_n.kl(n))} nats{more} for this score. At the tuned policy's KL, the "
-        f"gain is {at_most}{ratio} times that of best-of-n.{closer}"
+        f"Best-of-n needs a KL of {short(best_of_n.kl(n))} nats{more} for this score. At the same KL, the "
+        f"tuned policy has {at_most}{ratio} times the gain of best-of-n.{closer}"
     )
 
 

@@ -130,11 +130,12 @@ def test_wins_are_counted_over_pairs_of_different_draws() -> None:
 
 def test_the_gain_that_prompts_show() -> None:
     """(1.9600 + 0.8416) s / sqrt(N), and the N of the next smaller round gain."""
-    assert power(100, 0.5) == "100 prompts detect a gain of 0.14 in 4 of 5 runs; a gain of 0.1 needs 197 prompts"
+    assert power(100, 0.5) == "100 prompts detect a gain of 0.14 with 80 % power; a gain of 0.1 needs 197 prompts"
     assert (
-        power(1000, 0.05) == "1,000 prompts detect a gain of 0.0044 in 4 of 5 runs; a gain of 0.002 needs 4,906 prompts"
+        power(1000, 0.05)
+        == "1,000 prompts detect a gain of 0.0044 with 80 % power; a gain of 0.002 needs 4,906 prompts"
     )
-    assert power(100).startswith("100 prompts detect a gain of 0.28 standard deviations in 4 of 5")
+    assert power(100).startswith("100 prompts detect a gain of 0.28 standard deviations with 80 % power")
     draws = 0.28016 + torch.randn(3000, 100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     shown = sum(mean_interval(gains).low > 0 for gains in draws) / len(draws)
     assert abs(shown - 0.8) < 4 * (0.8 * 0.2 / len(draws)) ** 0.5 + 0.01, "t needs 1 % more than the normal quantile"

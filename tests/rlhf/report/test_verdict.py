@@ -17,22 +17,21 @@ from tests.support import recorded_runs
     [
         (  # 2.83 = ln 45.2 - 44.2 / 45.2; the run's KL is 3.035
             (45.2, 31.0, 60.0, 50.0, 35.4, 64.0, 0.91),
-            "draw 45 (95 %: 31 to 60) from the policy before training and keep the best; by the judge, draw 50 "
-            "(95 %: 35 or more).",
-            "KL of 2.83 nats for this score. At the tuned policy's KL, the gain is 0.910 ± 0.050 times that",
+            "45 (95 %: 31 to 60) by the score; 50 (95 %: at least 35) by the judge.",
+            "KL of 2.83 nats for this score. At the same KL, the tuned policy has 0.910 ± 0.050 times",
         ),
         (
             (2.38, 1.5, 3.0, 1.0, 1.0, 1.0, 0.31),
-            "draw 2.4 (95 %: 1.5 to 3) from the policy before training and keep the best; by the judge, draw one.",
-            "At the tuned policy's KL, the gain is 0.310 ± 0.050 times that of best-of-n. "
+            "2.4 (95 %: 1.5 to 3) by the score; one by the judge.",
+            "At the same KL, the tuned policy has 0.310 ± 0.050 times the gain of best-of-n. "
             "Half the learning rate and four times the episodes come closer.",
         ),
         (
             (64.0, 64.0, 64.0, None, None, None, 1.2),
-            "draw 64 or more from the policy before training and keep the best.",
-            "KL of 3.17 nats or more for this score. At the tuned policy's KL, the gain is 1.200 ± 0.050 times that",
+            "at least 64 by the score.",
+            "KL of 3.17 nats or more for this score. At the same KL, the tuned policy has 1.200 ± 0.050 times",
         ),
-        ((1.0, 1.0, 1.5, None, None, None, -0.1), "draw one (95 %: 1 to 1.5) from the policy before", ""),
+        ((1.0, 1.0, 1.5, None, None, None, -0.1), "one (95 %: 1 to 1.5) by the score.", ""),
     ],
 )
 def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str, tmp_path: Path) -> None:
@@ -48,7 +47,7 @@ def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str,
         return judge(read_runs([str(tmp_path / "run")], [*STAGES.values()])[0])
 
     verdict = told()
-    assert f"To match one response of the tuned policy by the score, {worth}" in verdict.sentence
+    assert f"keep the one with the best score: {worth}" in verdict.sentence
     assert enough in verdict.worth[-1] and (enough != "") == ("Best-of-n" in verdict.worth[-1])
     row["eval_best_of"] = 45.5  # whose KL, 2.84, is below that of the run
     assert ("come closer" in verdict.worth[-1]) == (numbers[-1] == 0.31)
