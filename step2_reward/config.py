@@ -36,7 +36,7 @@ STAGE = Declaration(
         ),
         # The head is drawn so that scores are about N(0, 1): E log(1 + exp(-gap)) is between ln 2 and ln 2 + 2/8.
         invariants=(
-            Invariant("first loss of a batch, ln 2 = 0.693 for a head of zero", "loss", 0.35, 1.3, runs=PAIRWISE),
+            Invariant("loss of the first batch (0.693 for a zero-initialised head)", "loss", 0.35, 1.3, runs=PAIRWISE),
         ),
         pair_scores="heldout_scores.json",
     ),

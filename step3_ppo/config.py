@@ -90,9 +90,9 @@ STAGE = Declaration(
         ),
         invariants=(
             Invariant("first ratio is 1: its standard deviation", "first_ratio_std", 0.0, 1e-3, 5e-2),
-            Invariant("first step has not moved: its approx_kl", "first_approx_kl", -1e-3, 1e-3, 5e-2),
+            Invariant("approx_kl of the first minibatch, before any update", "first_approx_kl", -1e-3, 1e-3, 5e-2),
             Invariant("policy is its reference before training: KL, nats", "eval_kl", -1e-3, 1e-3, 5e-2, kind="eval"),
-            Invariant("policy has moved: other responses", "eval_changed", 1e-3, 1.0, kind="eval", at_end=True),
+            Invariant("policy has moved: changed responses", "eval_changed", 1e-3, 1.0, kind="eval", at_end=True),
         ),
         samples="samples.jsonl",
         distance="kl",

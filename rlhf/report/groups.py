@@ -70,7 +70,7 @@ def _gains(stage: StageRecord, result: Result, parts: Parts) -> Iterator[GroupRe
         gain = mean_interval(torch.tensor(differences, dtype=torch.float64), together=len(gains))
         mean, low, high = _shown(gain)
         ending = f"a loss of up to {low.lstrip(MINUS)} is not excluded" if gain.low < 0 else "no loss"
-        ending = "a loss" if gain.high < 0 else ending
+        ending = "better" if gain.low > 0 else "worse" if gain.high < 0 else ending
         line = f"{name} ({len(differences)} prompts): gain {mean}, between {low} and {high}; {ending}"
         yield GroupResult(name, result.label, line, gain)
 

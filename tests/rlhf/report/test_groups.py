@@ -54,7 +54,7 @@ def test_the_gain_of_each_group_has_an_interval_that_holds_for_all(tmp_path: Pat
     low, high = by_judge["french"].interval.low, by_judge["french"].interval.high
     shown = f"between −{-low:.2f} and {high:.2f}; a loss of up to {-low:.2f} is not excluded"
     assert by_judge["french"].line.startswith("french (50 prompts): gain ") and by_judge["french"].line.endswith(shown)
-    assert by_judge["english"].line.endswith("; no loss") and by_judge["german"].line.endswith("; a loss")
+    assert by_judge["english"].line.endswith("; better") and by_judge["german"].line.endswith("; worse")
     assert found(run, 3).left_out == "A line needs 20 held-out rows; 19 in 1 smaller group and 3 in no group have none."
     page = render_report(read_runs([str(run)], [*STAGES.values()]), [*STAGES.values()])
     assert "german (20 prompts): gain " in page and "danish (" not in page and "19 in 1 smaller group" in page
