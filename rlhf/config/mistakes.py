@@ -64,9 +64,10 @@ def suggest_options(name: str, names: Sequence[str]) -> str:
                 listed = sorted(similar, key=lambda option: option.count("."))[:4]
                 return f" (did you mean {' or '.join(listed)}?)"
     for options in filter(None, (in_section, names)):
-        whole = {option.rpartition(".")[2]: option for option in reversed(options)}
-        if (similar_name := nearest(last, list(whole))) is not None:  # sections alone are no likeness
-            return f" (did you mean '--{whole[similar_name]}'?)"
+        names_alone = dict.fromkeys(option.rpartition(".")[2] for option in options)
+        if (similar_name := nearest(last, list(names_alone))) is not None:  # sections alone are no likeness
+            named = [f"'--{option}'" for option in options if option.rpartition(".")[2] == similar_name]
+            return f" (did you mean {' or '.join(sorted(named, key=lambda option: option.count('.'))[:3])}?)"
     return ""
 
 

@@ -235,9 +235,10 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         n, low, high = (number(row, f"{metric}_worth_{name}") or 0.0 for name in ("best_of", "low", "high"))
         most = number(row, "eval_best_of")
         if n and most:
-            samples = "one" if n == 1 else "at least " * (n >= most) + _number(n)
-            end = f"at least {_number(low)}" if high >= most else f"{_number(low)} to {_number(high)}"
-            between = "" if low == high else f" (95 %: {end})"
+            samples = "one" if n == 1 else _number(n) + " or more" * (n >= most)
+            end = f"{_number(low)} or more" if high >= most else f"{_number(low)} to {_number(high)}"
+            end = f"lower 95 % bound {_number(low)}" if n >= most else f"95 %: {end}"
+            between = "" if low == high else f" ({end})"
             parts.append(f"{samples}{between} by the {change.result.label}")
     last, kl, _ = _distance(stage)
     enough = [_enough(last or {}, x.result.metric, kl) for x in compared if not x.result.independent]
@@ -257,14 +258,17 @@ def _enough(row: Row, metric: str, kl: float) -> str:
     n, most, efficiency, half = (number(row, name) for name in names)
     if efficiency is None or not n or not most or n == 1:
         return ""
-    more, at_most = " or more" if n >= most else "", "at most " if kl > best_of_n.kl(most) else ""
+    more = " or more" if n >= most else ""
     ratio = _with_half(efficiency, half or 0.0)
     far = efficiency + (half or 0.0) < NEAR
     closer = " Half the learning rate and four times the episodes come closer." if far else ""
-    return (
-        f"Best-of-n needs a KL of {short(best_of_n.kl(n))} nats{more} for this score. At the same KL, the "
-        f"tuned policy has {at_most}{ratio} times the gain of best-of-n.{closer}"
-    )
+    needed = f"Best-of-n needs a KL of {short(best_of_n.kl(n))} nats{more} for this score."
+    if kl > best_of_n.kl(most):
+        drawn = f"best-of-{most:.0f} (KL {short(best_of_n.kl(most))} nats)"
+        return (
+            f"{needed} The tuned policy has {ratio} times the gain of {drawn}; at equal KL the ratio is lower.{closer}"
+        )
+    return f"{needed} At the same KL, the tuned policy has {ratio} times the gain of best-of-n.{closer}"
 
 
 def _distance(stage: StageRecord) -> tuple[Row | None, float, float]:

@@ -17,7 +17,7 @@ from tests.support import recorded_runs
     [
         (  # 2.83 = ln 45.2 - 44.2 / 45.2; the run's KL is 3.035
             (45.2, 31.0, 60.0, 50.0, 35.4, 64.0, 0.91),
-            "45 (95 %: 31 to 60) by the score; 50 (95 %: at least 35) by the judge.",
+            "45 (95 %: 31 to 60) by the score; 50 (95 %: 35 or more) by the judge.",
             "KL of 2.83 nats for this score. At the same KL, the tuned policy has 0.910 ± 0.050 times",
         ),
         (
@@ -28,7 +28,7 @@ from tests.support import recorded_runs
         ),
         (
             (64.0, 64.0, 64.0, None, None, None, 1.2),
-            "at least 64 by the score.",
+            "64 or more by the score.",
             "KL of 3.17 nats or more for this score. At the same KL, the tuned policy has 1.200 ± 0.050 times",
         ),
         ((1.0, 1.0, 1.5, None, None, None, -0.1), "one (95 %: 1 to 1.5) by the score.", ""),
@@ -51,7 +51,7 @@ def test_what_a_response_is_worth_is_said(numbers: Any, worth: str, enough: str,
     assert enough in verdict.worth[-1] and (enough != "") == ("Best-of-n" in verdict.worth[-1])
     row["eval_best_of"] = 45.5  # whose KL, 2.84, is below that of the run
     assert ("come closer" in verdict.worth[-1]) == (numbers[-1] == 0.31)
-    assert ("at most" in told().worth[-1]) == (enough != "")
+    assert ("at equal KL the ratio is lower" in told().worth[-1]) == (enough != "")
     del row["eval_best_of"]
     assert told().worth == ()
 
