@@ -93,9 +93,7 @@ def read_pair_without_prompt(_columns: Sequence[str], record: Record, location: 
 
 def read_pair_in_dialogue(columns: Sequence[str], record: Record, location: str, extra: Record) -> Row:
     """A dialogue that ends in the chosen response, and the rejected one, alone or behind the same messages."""
-    (before, chosen), (before_rejected, rejected) = (read_response(record, column, location) for column in columns)
-    if before_rejected not in ((), before):
-        raise UserError(f"{location}: {' and '.join(columns)} differ before their last message; expected one prompt")
+    before, chosen, rejected = _read_sides(record, location, (columns[0], columns[1]), both_have_prompt=False)
     prompt = with_system_message(record, as_prompt(before), location)
     return _pair(prompt, chosen, rejected, _read_pair_columns(extra, location))
 
@@ -166,10 +164,13 @@ def _missing_prompt_cure(record: Record, extra: Record) -> str:
 
 
 def _read_sides(
-    record: Record, location: str, sides: tuple[str, str] = SIDES
+    record: Record, location: str, sides: tuple[str, str] = SIDES, both_have_prompt: bool = True
 ) -> tuple[tuple[Message, ...], Message, Message]:
-    """(messages before the responses, response of the first column, response of the second)."""
+    """(messages before the responses, response of the first column, response of the second).
+
+    both_have_prompt: whether the second column has the messages before its response too, if the first has some
+    """
     (before, chosen), (before_rejected, rejected) = (read_response(record, side, location) for side in sides)
-    if before != before_rejected:
+    if before != before_rejected and (both_have_prompt or before_rejected):
         raise UserError(f"{location}: {sides[0]} and {sides[1]} differ before their last message; expected one prompt")
     return before, chosen, rejected

@@ -50,6 +50,9 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """names that other tools give to columns, which an error then maps"""
+PAIRS_OR_DEMONSTRATIONS = (
+    "files,prompt=COLUMN,chosen=COLUMN,rejected=COLUMN:PATH (pairs) or files,prompt=COLUMN,response=COLUMN:PATH"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +312,12 @@ def match_shape(
         as_is = f", or to read them as they are files,shape={shapes[0].name}:PATH" if shapes else ""
         return f"got the columns {column_names(columns)}; write {mapping}{as_is}"
     if not shapes:
-        required = name.split("-") if name else ["prompt", "chosen", "rejected"]
-        mapping = ",".join(f"{column}=COLUMN" for column in required)
-        expected = f"those of shape={name}: {', '.join(required)}" if name else "those of a shape of docs/data.md"
-        pairs, demonstrations = ("", "") if name else (" (pairs)", " or files,prompt=COLUMN,response=COLUMN:PATH")
-        cure = f"map the columns: files,{mapping}:PATH{pairs}{demonstrations}"
-        return f"got the columns {column_names(columns)}; expected {expected}; {cure}"
+        expected, paths = "those of a shape of docs/data.md", PAIRS_OR_DEMONSTRATIONS
+        if name is not None:
+            required = name.split("-")
+            expected = f"those of shape={name}: {', '.join(required)}"
+            paths = f"files,{','.join(f'{column}=COLUMN' for column in required)}:PATH"
+        return f"got the columns {column_names(columns)}; expected {expected}; map the columns: {paths}"
     present = available & {*SIDES}
     if name is None and len(present) == 1 and shapes[0].responses == NO_RESPONSE:
         missing = "rejected" if "chosen" in present else "chosen"

@@ -59,16 +59,19 @@ def suggest_options(name: str, names: Sequence[str]) -> str:
     in_section = [option for option in names if option.rpartition(".")[0] == section] if dot else []
     for options in filter(None, (in_section, names)):
         for rule in rules:
-            similar = [f"'--{option}'" for option in options if rule(option.rpartition(".")[2])]
-            if similar:
-                listed = sorted(similar, key=lambda option: option.count("."))[:4]
-                return f" (did you mean {' or '.join(listed)}?)"
+            if similar := [option for option in options if rule(option.rpartition(".")[2])]:
+                return _did_you_mean(similar)
     for options in filter(None, (in_section, names)):
         names_alone = dict.fromkeys(option.rpartition(".")[2] for option in options)
         if (similar_name := nearest(last, list(names_alone))) is not None:  # sections alone are no likeness
-            named = [f"'--{option}'" for option in options if option.rpartition(".")[2] == similar_name]
-            return f" (did you mean {' or '.join(sorted(named, key=lambda option: option.count('.'))[:3])}?)"
+            return _did_you_mean([option for option in options if option.rpartition(".")[2] == similar_name])
     return ""
+
+
+def _did_you_mean(options: Sequence[str]) -> str:
+    """The options of the fewest sections first."""
+    listed = [f"'--{option}'" for option in sorted(options, key=lambda option: option.count("."))[:4]]
+    return f" (did you mean {' or '.join(listed)}?)"
 
 
 def validate(cls: type[C], values: Tree, source: str) -> C:

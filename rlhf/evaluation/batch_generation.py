@@ -144,9 +144,11 @@ def encode_prompts(
     """
     compute_dtype(EngineOptions(dtype=options.dtype), collectives.local_device())
     tokenizer = common_tokenizer(model_paths, options.chat_template)
-    encoded = [_encode(location, row, tokenizer) for location, row in prompts]
+    template = Template(tokenizer)
+    encoded = [_encode(location, row, template) for location, row in prompts]
+    ids = [ids for _, ids in encoded]
     for model_path in model_paths:
-        _check_context(prompts, [ids for _, ids in encoded], model_path, options.response_length)
+        _check_context(prompts, ids, model_path, options.response_length)
     rows, all_ids = zip(*(each for each in encoded for _ in range(samples)), strict=True)
     return PromptSet(options, tokenizer, rows, all_ids)
 
@@ -164,13 +166,13 @@ def common_tokenizer(model_paths: Sequence[str], chat_template: str) -> PreTrain
     return tokenizer
 
 
-def _encode(location: str, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[Row, list[int]]:
+def _encode(location: str, row: Row, template: Template) -> tuple[Row, list[int]]:
     """The row with its turns, and its ids."""
     try:
-        row = prompt_of(tokenizer, row)
-        if refusal := unread(row, tokenizer):
+        row = prompt_of(template.tokenizer, row)
+        if refusal := unread(row, template.tokenizer):
             raise UserError(refusal)
-        return row, Template(tokenizer).prompt_ids(row.prompt, row.variables)
+        return row, template.prompt_ids(row.prompt, row.variables)
     except UserError as error:
         raise UserError(f"{location}: {error}") from None
 

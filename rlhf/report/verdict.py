@@ -236,10 +236,10 @@ def _worth(stage: StageRecord, compared: Sequence[Change]) -> list[str]:
         most = number(row, "eval_best_of")
         if n and most:
             samples = "one" if n == 1 else _number(n) + " or more" * (n >= most)
-            end = f"{_number(low)} or more" if high >= most else f"{_number(low)} to {_number(high)}"
-            end = f"lower 95 % bound {_number(low)}" if n >= most else f"95 %: {end}"
-            between = "" if low == high else f" ({end})"
-            parts.append(f"{samples}{between} by the {change.result.label}")
+            interval = f"95 %: {_number(low)} to {_number(high)}" if high < most else f"95 %: {_number(low)} or more"
+            interval = f"lower 95 % bound {_number(low)}" if n >= most else interval
+            shown = "" if low == high else f" ({interval})"
+            parts.append(f"{samples}{shown} by the {change.result.label}")
     last, kl, _ = _distance(stage)
     enough = [_enough(last or {}, x.result.metric, kl) for x in compared if not x.result.independent]
     drawn = "draw several from the policy before training and keep the one with the best score"

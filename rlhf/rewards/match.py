@@ -31,8 +31,7 @@ class Config(Base):
     the formulas by math-verify (extra math), so that 1/sqrt(2) equals sqrt(2)/2"""
     pattern: re.Pattern[str] = EVERYTHING
     """regular expression of the result in a response, without its thought: its last match, or the last group in it,
-    counts;
-    by default all of it, unless it was cut. Quote it if it has a #, as in pattern='#### (.+)'"""
+    counts; by default all of it, unless it was cut. Quote it if it has a #, as in pattern='#### (.+)'"""
     column_pattern: re.Pattern[str] = re.compile(r"(?s)(?:.*####)?(.+)")
     """the same for the column; by default the text after the last ####, or all text if there is none"""
     right: float = Field(1.0, allow_inf_nan=False)
